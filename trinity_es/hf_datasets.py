@@ -54,7 +54,7 @@ def from_hf_datasets(dataset: Any) -> list[Experience]:
         try:
             experiences.append(_experience(row))
         except (AttributeError, KeyError, TypeError, ValueError, DataError) as e:
-            raise DataError(f"row {number} of the dataset is no experience: {e}") from e
+            raise DataError(f"row {number} of the dataset is not an experience: {e}") from e
     return experiences
 
 

@@ -103,7 +103,8 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig) -> None:
         unknown = set(config.options) - set(_SCRIPT)
         if unknown:
-            raise ConfigError(f"unknown key {sorted(unknown)[0]!r} in the script: there are {', '.join(_SCRIPT)}")
+            raise ConfigError(f"the engine's script has the unknown key {sorted(unknown)[0]!r}: known keys are "
+                              f"{', '.join(_SCRIPT)}")
         self.script = {**_SCRIPT, **config.options}
         for number, rule in enumerate([self.script, *self.script["rules"]]):
             _check_times(rule, f"rule {number} of the script" if number else "the script")
@@ -353,5 +354,5 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -
         if value:
             return value
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout} s for {what}; last: {value!r}")
+            raise TimeoutError(f"waited {timeout} s for {what}; last value: {value!r}")
         time.sleep(min(max(0.01, 9 * (time.monotonic() - check_began_at)), 0.25))

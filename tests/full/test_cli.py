@@ -113,7 +113,7 @@ def test_a_system_is_not_started_where_its_processes_may_open_too_few_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
-    with pytest.raises(StartupError, match=r"may open 40 files here, .* need 128 and more: raise the hard limit"):
+    with pytest.raises(StartupError, match=r"may open 40 files here, .* need 128 or more: raise the hard limit"):
         lifecycle.start(scripted(tmp_path))
 
 

@@ -184,7 +184,7 @@ def test_nothing_that_is_there_is_written_over_by_mistake(tmp_path: Path) -> Non
     before = path.read_bytes()
     for wrong, why in (
         (["--events", path, "--force"], "the log itself"), (["--events", there], "--force overwrites it"),
-        (["--events", tmp_path / "link.jsonl", "--force"], "no plain file"),
+        (["--events", tmp_path / "link.jsonl", "--force"], "not a regular file"),
         (["--events", tmp_path / "a.jsonl", "--experiences", tmp_path / "a.jsonl"], "named twice"),
     ):
         done = cli("export", *wrong, "--log", path)

@@ -172,11 +172,11 @@ NAMED = "explorer: {auxiliary_models: [%s]}"
     ("name: 007\n", [], 'run.yaml line 1: name must be text, not 007; put it in quotes: "007"'),
     ("", ["name=1e3"], """--set name: name must be text, not 1e3; put it in quotes: --set 'name="1e3"'"""),
     ("a: [", [], "run.yaml line 1: not usable YAML"),
-    ("name: a\nname: b\n", [], "run.yaml line 2: not usable YAML: the key 'name' stands here a second time"),
+    ("name: a\nname: b\n", [], "run.yaml line 2: not usable YAML: the key 'name' appears twice"),
     ("- a\n", [], "run.yaml: must be a mapping of keys, such as `name: run`, not a list"),
-    (TEXT, ["a.b"], "--set a.b: write it as a.b=c"),
-    (TEXT, ["a..b=1"], "--set a..b: write it as a.b=c"),
-    (TEXT, ["name.x=1"], "--set name.x: name is 'r', so 'x' can't be in it"),
+    (TEXT, ["a.b"], "--set a.b: write the override as KEY=VALUE"),
+    (TEXT, ["a..b=1"], "--set a..b: write the override as KEY=VALUE"),
+    (TEXT, ["name.x=1"], "--set name.x: name is 'r', not a section, so it can't have the key 'x'"),
     (TEXT, ["name=["], "--set name: '[' is not usable YAML"),
     (TEXT, ["buffer.explorer_input.tasksets.0.name=1"], "--set buffer.explorer_input.tasksets.0.name: "
      "buffer.explorer_input.tasksets is a list of 0"),
@@ -256,7 +256,7 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
 ])
 def test_cutting_tasks_that_could_not_go_on_is_refused_by_name(sections: dict[str, Any], reason: str) -> None:
     data = {**sections, "synchronizer": {"in_flight": "cut", **sections.get("synchronizer", {})}}
-    with pytest.raises(ConfigError, match=f"synchronizer.in_flight is cut, and {re.escape(reason)}"):
+    with pytest.raises(ConfigError, match=f"synchronizer.in_flight is 'cut', but {re.escape(reason)}"):
         Config.from_dict(data)
     data["synchronizer"]["in_flight"] = "keep"
     Config.from_dict(data)
@@ -440,7 +440,7 @@ def test_a_whole_number_that_no_log_can_hold_is_refused(tmp_path: Path, key: str
 
 def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
     levels = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
-    too_many = "its aliases (*name) make more than 100,000 values"
+    too_many = "the aliases (*name) expand to more than 100,000 values"
     assert too_many in refused(tmp_path, "\n".join(levels))
     assert too_many in refused(tmp_path, "", f"trainer.args={{{', '.join(levels)}}}")
     assert "recursive" in refused(tmp_path, "trainer: &a {args: *a}")

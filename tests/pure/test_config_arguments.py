@@ -173,8 +173,8 @@ def test_sampling_that_can_t_be_is_refused_before_anything_starts(
 def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
     fine = {"prompt_key": "q", "response_key": "a", "system_prompt": "Be brief.", "reply_prefix": "So:"}
     assert encode_tasks([Task(workflow=SimpleWorkflow, format_args=fine)], Config())[0]["format_args"] == fine
-    with pytest.raises(DataError, match="task 1: format_args has no sytem_prompt: it has prompt_key, reply_prefix, "
-                                        "response_key, system_prompt; arguments of your own workflow go into"):
+    with pytest.raises(DataError, match=r"task 1: unknown key in format_args: sytem_prompt\. Put arguments of your own "
+                                        "workflow into workflow_args; known keys are prompt_key, reply_prefix, "):
         encode_tasks([Task(workflow=SimpleWorkflow, format_args=args) for args in (fine, {"sytem_prompt": "x"})],
                      Config())
 

@@ -153,9 +153,9 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
     assert lines == [
         f"line 2: {unset('OTHER', 'model.model_path')}",
         f"line 4: {unset('BATCH', 'buffer.batch_size')}",
-        "line 7: explorer.name holds ${buffer.batch_size}, which is not resolved here: only ${oc.env:NAME} and "
-        "${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in quotes), and "
-        "\\${ is the text ${ itself; or give the value with --set explorer.name=...",
+        "line 7: explorer.name holds ${buffer.batch_size}, but only ${oc.env:NAME} and "
+        "${oc.env:NAME,default} are resolved: quote a default that holds a comma, bracket or brace, or write \\${ for "
+        "the text ${ itself; or give the value with --set explorer.name=...",
         "line 2: unknown key model.max_model_len; it is explorer.rollout_model.max_model_len here",
         "line 8: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner per engine "
         "runs that many units at once",

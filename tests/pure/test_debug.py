@@ -177,5 +177,5 @@ def test_p38_an_engine_by_http_is_the_first_server_of_the_config() -> None:
     options = single_task._settings(first).options
     assert (options["url"], options["key_variable"]) == ("http://a:1", "KEY")
     listed = RolloutModelConfig(engine_type="http", servers={"file": "servers.txt"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"name it in servers.urls, in place of servers.file"):
+    with pytest.raises(ConfigError, match=r"name the server in servers.urls, in place of servers.file"):
         single_task._settings(listed)

@@ -230,7 +230,7 @@ def test_an_action_is_what_a_text_says(text: str, schema: dict[str, Any], action
 
 
 def test_a_text_that_is_no_action_is_refused() -> None:
-    with pytest.raises(ValueError, match="has the fields"):
+    with pytest.raises(ValueError, match="needs the fields"):
         action_of("well", {"required": ["x", "y"]})
 
 
@@ -290,8 +290,8 @@ def test_an_environment_is_found_by_any_spelling_and_one_that_is_not_there_says_
 
 
 @pytest.mark.parametrize(("package", "name", "said"), [
-    *((package, None, "is no package") for package in ("a b", "--index-url=x", "/no/such/folder", "")),
-    *(("gsm8k-v1", name, "is no name of an environment")
+    *((package, None, "is not a package") for package in ("a b", "--index-url=x", "/no/such/folder", "")),
+    *(("gsm8k-v1", name, "can't be an environment's name")
       for name in ("../gsm8k-v1", "a/b", "..", "/tmp/x", "-a", ".", "a b", "ä")),
 ])
 def test_what_is_no_package_or_no_folder_of_its_own_is_refused_before_anything_is_made(
@@ -326,7 +326,7 @@ def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the
 
     def loads_not(command: Sequence[str], say: Any) -> str:
         if "load" in command:
-            raise ConfigError("python -I ... failed with 1: Traceback\nModuleNotFoundError: no gsm8k_v1\n")
+            raise ConfigError("python -I ... failed with status 1: Traceback\nModuleNotFoundError: no gsm8k_v1\n")
         return json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"})
 
     with monkeypatch.context() as misnamed:

@@ -87,7 +87,7 @@ def test_p54_what_fits_no_table_or_is_no_experience_is_an_error_that_says_so(dat
     mixed = [Experience(tokens=[1, 2], prompt_length=1, info={"a": a}) for a in (1, "x")]
     with pytest.raises(DataError, match="each key of info and metrics needs one type"):
         trinity_es.to_hf_datasets(mixed)
-    with pytest.raises(DataError, match="row 0 of the dataset is no experience"):
+    with pytest.raises(DataError, match="row 0 of the dataset is not an experience"):
         trinity_es.from_hf_datasets(Dataset.from_list([{"reward": 1.0}]))
 
 

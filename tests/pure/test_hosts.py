@@ -23,7 +23,7 @@ def config(*auxiliary: dict[str, Any], hosts: dict[str, Any] | None = None, url:
 
 
 @pytest.mark.parametrize(("gpus", "said"), [
-    ("0,1,2,3", ""), ("0,1", "judge spans 4"), ("3", "rollout_model spans 2"), ("", ""),
+    ("0,1,2,3", ""), ("0,1", "judge needs 4"), ("3", "rollout_model needs 2"), ("", ""),
 ])
 def test_a_host_whose_gpus_an_engine_does_not_fit_on_is_refused(
     gpus: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +70,7 @@ def test_the_head_on_ray_is_at_its_node_s_address_and_only_leads() -> None:
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"url": "sqlite:///x.sqlite"}, "SQLite file, which only one host can use"),
-    ({"engine_type": "http", "servers": {"urls": ["http://gpu-7:8000"]}}, "external servers are no hosts"),
+    ({"engine_type": "http", "servers": {"urls": ["http://gpu-7:8000"]}}, "external servers run on their own"),
 ])
 def test_what_ray_has_nothing_to_place_for_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -82,19 +82,19 @@ def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> 
     ("monitor: {monitor_type: '${oc.env:A}'}", "run.yaml line 1: monitor.monitor_type must be a list, not 'a'"),
     ("name: ${oc.env:NO}", "run.yaml line 1: name needs the environment variable NO, which is not set: set it, or "
      "write a default, as in ${oc.env:NO,default}; or give the value with --set name=..."),
-    ("name: ${HOME}", "run.yaml line 1: name holds ${HOME}, which is not resolved here: only ${oc.env:NAME} and "
-     "${oc.env:NAME,default} are (a default "
-     "that holds a comma, a bracket or a brace in quotes), and \\${ is the text ${ itself; "
+    ("name: ${HOME}", "run.yaml line 1: name holds ${HOME}, but only ${oc.env:NAME} and "
+     "${oc.env:NAME,default} are resolved: quote a default "
+     "that holds a comma, bracket or brace, or write \\${ for the text ${ itself; "
      "or give the value with --set name=..."),
-    ("name: '${oc.decode:x}'", "name holds ${oc.decode:...}, which is not resolved here: only ${oc.env:NAME}"),
-    ("name: ${model.path}", "name holds ${model.path}, which is not resolved here: only ${oc.env:NAME}"),
-    ("trainer: {args: {x: [1, '${x}']}}", "trainer.args.x[1] holds ${x}, which is not resolved here"),
-    ("name: ${oc.env:NO", "name holds ${oc.env:NO...}, which is not resolved here: only ${oc.env:NAME} and"),
-    ("name: ${oc.env:NO,a,b}", "name holds ${oc.env:NO...}, which is not resolved here"),
-    ("name: '${oc.env:NO,[0]}'", "(a default that holds a comma, a bracket or a brace in quotes)"),
-    ("name: '${oc.env:NO,${oc.env:A}}'", "name holds ${oc.env:NO...}, which is not resolved here"),
-    ("name: \"${oc.env:NO,'${oc.env:A}'}\"", "name holds ${oc.env:NO...}, which is not resolved here"),
-    ("name: '${oc.env:}'", "name holds ${oc.env:...}, which is not resolved here"),
+    ("name: '${oc.decode:x}'", "name holds ${oc.decode:...}, but only ${oc.env:NAME}"),
+    ("name: ${model.path}", "name holds ${model.path}, but only ${oc.env:NAME}"),
+    ("trainer: {args: {x: [1, '${x}']}}", "trainer.args.x[1] holds ${x}, but only ${oc.env:NAME}"),
+    ("name: ${oc.env:NO", "name holds ${oc.env:NO...}, but only ${oc.env:NAME} and"),
+    ("name: ${oc.env:NO,a,b}", "name holds ${oc.env:NO...}, but only ${oc.env:NAME}"),
+    ("name: '${oc.env:NO,[0]}'", "quote a default that holds a comma, bracket or brace"),
+    ("name: '${oc.env:NO,${oc.env:A}}'", "name holds ${oc.env:NO...}, but only ${oc.env:NAME}"),
+    ("name: \"${oc.env:NO,'${oc.env:A}'}\"", "name holds ${oc.env:NO...}, but only ${oc.env:NAME}"),
+    ("name: '${oc.env:}'", "name holds ${oc.env:...}, but only ${oc.env:NAME}"),
 ])
 def test_what_can_not_be_resolved_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     assert message in refused(tmp_path, text)
@@ -138,7 +138,7 @@ def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
         assert "***" in str(e.value) or key == "store.url"
     hidden = refused(tmp_path, "monitor: {monitor_args: {wandb: {api_key: 'a${hunter2}'}}}")
     assert "hunter2" not in hidden
-    assert "api_key holds ${...}, which is not resolved here" in hidden
+    assert "api_key holds ${...}, but only ${oc.env:NAME}" in hidden
 
 
 @pytest.mark.parametrize("field", ["command", "restart_command"])

@@ -44,6 +44,6 @@ def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
         await asyncio.sleep(60.0)
         return tmp_path
 
-    with pytest.raises(SyncError, match="this host leaves"):
+    with pytest.raises(SyncError, match="this host is leaving"):
         asyncio.run(run._unless_left(pull()))
     assert time.monotonic() - begun < 5.0

@@ -121,7 +121,7 @@ def test_a_parameter_without_a_default_is_a_key_of_the_row(workflow: type[Any]) 
         assert status.ok, status.message
         assert {e.reward for e in found} == {3.0}
     for reward in (asks, of_columns):
-        said = f"the reward {reward.__name__} needs difficulty, but there is only .*answer.*: set it in reward_fn_args"
+        said = f"the reward {reward.__name__} needs difficulty, but only .*answer.* are available: set what is"
         assert re.search(said, no_reward(workflow, reward))
 
 
@@ -152,7 +152,7 @@ def test_a_row_without_what_its_reward_needs_is_refused_when_its_file_is_opened(
             continue
         where = "line" if kind == "jsonl" else "row"
         number = (lacks == "difficulty") + (kind == "jsonl")
-        with pytest.raises(TasksetError, match=rf"{where} {number}: its reward {named} needs {lacks}, but the row has "
+        with pytest.raises(TasksetError, match=rf"{where} {number}: the reward {named} needs {lacks}, but the row has "
                                                rf"only prompt, answer.*: set {lacks} in reward_fn_args"):
             Taskset(settings)
     given = settings.model_copy(update={"reward_fn_args": {lacks: 1.0}})

@@ -85,7 +85,7 @@ def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.
 
 
 @pytest.mark.parametrize(("column", "said"), [
-    (pa.array([b"ok", b"\x00\xff"]), r"row 1: column 'x': its bytes are not UTF-8 \(byte 1\)"),
+    (pa.array([b"ok", b"\x00\xff"]), r"row 1: column 'x': the bytes are not UTF-8 \(byte 1\)"),
     (pa.array([1.0, float("inf")]), "row 1: column 'x': JSON can't hold inf"),
     (pa.array([[1.0], [float("-inf")]]), "row 1: column 'x': JSON can't hold -inf"),
     (pa.array([dt.timedelta(1)] * 2), "column 'x' has the type duration"),
@@ -121,7 +121,7 @@ def test_what_is_no_prompt_is_refused_with_its_line(tmp_path: Path, prompt: Any,
 def test_a_row_that_begins_its_answer_and_a_reply_prefix_are_refused_together(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "So"}]}
     opened(lines(tmp_path, [row]))
-    with pytest.raises(TasksetError, match=r"line 1: .*format\.reply_prefix begins its answer, too"):
+    with pytest.raises(TasksetError, match=r"line 1: .*format\.reply_prefix begins the assistant's answer, too"):
         opened(lines(tmp_path, [row]), format={"reply_prefix": "Sure:"})
 
 
@@ -169,15 +169,15 @@ LONG = "10000.*0 is a whole number of more than 64 bits"
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("t.jsonl.gz", b"\x1f\x8b\x08", "t.jsonl.gz is compressed or a table of texts"),
-    ("t.csv", b"prompt,answer\na,5", "t.csv is compressed or a table of texts"),
+    ("t.jsonl.gz", b"\x1f\x8b\x08", "t.jsonl.gz is compressed, or a table in text form"),
+    ("t.csv", b"prompt,answer\na,5", "t.csv is compressed, or a table in text form"),
     *(("t.jsonl", text, "is empty") for text in (b"", b"\n \n", b"\xef\xbb\xbf")),
     *(("t.jsonl", text, ARRAY) for text in (b'[\n  {"prompt": "a"}\n]\n', b'[{"prompt": "a"}]')),
     *(("t.jsonl", b'{"prompt": "a", "meta": {"prompt": 1}}\n{"prompt": "b", %s}' % rest, "line 2: the key .* twice")
       for rest in (b'"answer": "5", "answer": "6"', b'"meta": {"prompt": 1, "prompt": 2}')),
     *(("t.jsonl", b'{"prompt": "a", "answer": 1%s}' % (b"0" * n), rf"line 1: not JSON \({LONG}") for n in (20, 5000)),
     ("t.jsonl", b'{"prompt": "a", "answer": %s%s}' % (b"[" * 900, b"]" * 900),
-     r"line 1: not JSON \(it is nested too deep\)"),
+     r"line 1: not JSON \(the JSON is nested too deeply\)"),
 ], ids=lambda value: ascii(value)[:40])
 def test_a_file_that_is_no_lines_of_rows_is_refused_with_its_line(
     tmp_path: Path, name: str, content: bytes, said: str

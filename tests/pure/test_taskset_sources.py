@@ -122,14 +122,14 @@ def test_what_is_recorded_is_read_and_not_what_the_name_means_now(
 
 @pytest.mark.parametrize(("began", "keys", "told"), [
     ({}, {"revision": "v2"},
-     f"its revision is v2 in the config, and .* began with the main branch, which was commit {COMMIT}: put that back"),
+     f"its revision is v2 in the config, but .* began with the main branch, which was commit {COMMIT}: put that value"),
     ({"asked": "v1"}, {}, "its revision is the main branch in the config"),
     ({}, {"path": "hub:people/words"}, "its path is hub:people/words in the config, .* began with hub:people/letters"),
-    ({}, {"subset": "hard"}, "its subset is hard in the config, and .* began with None"),
-    ({"subset": "hard"}, {"subset": "easy"}, "its subset is easy in the config, and .* began with hard"),
-    ({}, {"split": "test"}, "its split is test in the config, and .* began with train"),
+    ({}, {"subset": "hard"}, "its subset is hard in the config, but .* began with None"),
+    ({"subset": "hard"}, {"subset": "easy"}, "its subset is easy in the config, but .* began with hard"),
+    ({}, {"split": "test"}, "its split is test in the config, but .* began with train"),
     ({}, {"path": "letters.jsonl", "split": None}, r"its path is letters\.jsonl in the config"),
-    ({"rows": 4}, {}, f"has 3 rows, {COMMIT} here, and .* began with 4 rows, {COMMIT}"),
+    ({"rows": 4}, {}, f"has 3 rows, {COMMIT} here, but .* began with 4 rows, {COMMIT}"),
 ])
 def test_something_else_than_a_run_began_with_is_refused(
     opened: Any, began: dict[str, Any], keys: dict[str, Any], told: str
@@ -141,7 +141,7 @@ def test_something_else_than_a_run_began_with_is_refused(
 def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(opened: Any) -> None:
     explorer = Explorer(config(HUB))
     tasksets = explorer.config.buffer.explorer_input.tasksets
-    with pytest.raises(TasksetError, match=r"its path is hub:people/letters in the config, and .* began with a file"):
+    with pytest.raises(TasksetError, match=r"its path is hub:people/letters in the config, but .* began with a file"):
         explorer._open_tasksets(tasksets, ResumePoint(submitted=1), is_eval=False)
     [taskset] = explorer._open_tasksets(tasksets, ResumePoint(), is_eval=False)
     assert explorer.unrecorded == [taskset.source]
@@ -154,7 +154,7 @@ def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(
     trainer = TrainerProcess(config(HUB))
     trainer._open_tasksets(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
     trainer._require_same_taskset(replace(RECORDED, revision="f" * 40, subset="easy"))
-    with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
+    with pytest.raises(TasksetError, match=rf"\) to {'f' * 40}, but its explorer to {COMMIT}: restart"):
         trainer._require_same_taskset(RECORDED)
 
 

@@ -180,7 +180,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with (tmp_path / "t.jsonl").open("wb") as f:
         f.write(rows(1).encode())
         f.truncate(10_000)
-    refused(tmp_path / "t.jsonl", "line 2: it has more than 1,000 bytes")
+    refused(tmp_path / "t.jsonl", "line 2 has more than 1,000 bytes")
 
 
 def test_what_lines_say_is_not_kept_in_memory(tmp_path: Path) -> None:
@@ -263,20 +263,20 @@ def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
     write_dataset(tmp_path / "all/train", SAMPLES)
     write_dataset(tmp_path / "all/test", SAMPLES[:4])
     (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    refused(tmp_path / "all", "holds the splits train, test: choose one with split")
+    refused(tmp_path / "all", "holds the splits train, test: set split to one of them")
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path / "all"), split="test"))) == 4
     write_parquet(tmp_path / "validation.parquet", SAMPLES[:3])
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path), split="validation"))) == 3
-    refused(tmp_path, r"choose <split>.jsonl")
+    refused(tmp_path, r"To take <split>.jsonl or")
 
 
 def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
-    refused(tmp_path / "a.parquet", r"a\.parquet is no parquet file")
+    refused(tmp_path / "a.parquet", r"a\.parquet is not a parquet file")
     old = write_dataset(tmp_path / "old", SAMPLES, _indices_data_files=[{"filename": "indices.arrow"}])
     refused(old, "flatten_indices")
     (old / "state.json").write_text('{"_data_files": [{"filename": "state.json"}]}')
-    refused(old, "is no Arrow stream")
+    refused(old, "is not an Arrow stream")
 
 
 def test_p33_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,6 @@ async def test_a_checkpoint_of_another_run_that_appeared_meanwhile_is_not_writte
     weights = TrainerCheckpoints(Config.from_dict({"trainer": {"class": "a:B"}}, folder=tmp_path))
     theirs = tmp_path / "checkpoints" / "trinity" / "run" / "global_step_1"
     theirs.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="global_step_1 is there already, and not of this run"):
+    with pytest.raises(ConfigError, match="global_step_1 exists already, but this run did not make it"):
         await weights.save(Mock(), Mock(save=Mock(side_effect=AssertionError("written over"))), 1)
     assert list(theirs.iterdir()) == []

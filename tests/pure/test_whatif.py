@@ -216,6 +216,6 @@ def test_what_units_usually_take_on_top_is_computed_once_a_batch(monkeypatch: py
     monkeypatch.setattr(history, "median", lambda values: medians.append(0.0) or 0.0)
     batches = [batch(1, 0.0, 5.0, *[1.0] * 40), batch(2, 6.0, 9.0, *[1.0] * 40)]
     for one in batches:
-        one.rest = {(99, 0, 1): (0.5, 0.5)}
+        one.overheads = {(99, 0, 1): (0.5, 0.5)}
     played(past(*batches))
     assert len(medians) == 2 * len(batches)

@@ -163,7 +163,8 @@ def write_experiences(
     installed, LogNotFound if the log lacks a payload store.
     """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
+        raise ConfigError(f"{path}: experiences are written to a .parquet or .jsonl file: give a name with one of "
+                          "these endings")
     result = Exported()
     with export_file(path) as file:
         table = ParquetTable(file) if path.suffix == ".parquet" else None
@@ -201,7 +202,7 @@ def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():
-        raise LogNotFound(f"no directory {path.parent} to write {path.name} to")
+        raise LogNotFound(f"{path.name} can't be written: the folder {path.parent} does not exist")
     umask = os.umask(0)  # there is no call that only reads it
     os.umask(umask)
     return whole_file(path, mode=0o666 & ~umask)

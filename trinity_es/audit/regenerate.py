@@ -198,8 +198,8 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
     path = weights or rollout.weights
     if path and not Path(path).exists():
         raise WeightNotFound(
-            f"weights {rollout.version} were published at {path} and are no longer there: give their path with "
-            "--weights", path=path,
+            f"weights version {rollout.version}, published at {path}, are no longer there: give their present path "
+            "with --weights", path=path,
         )
     _turn_spans(rollout)  # raises DataError before the engine starts, which is slow
     if rollout.config.get("code_path"):
@@ -264,7 +264,8 @@ async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience
                 await serve_adapters(engine, [], lambda _, e: str(e))  # an older version loads only after removal
             load = await serve_adapters(engine, [published], lambda _, e: str(e))
             if load.errors:
-                raise WeightNotFound(f"version {version} of adapter {name!r}: {load.errors[0][2]}", path=published.path)
+                raise WeightNotFound(f"version {version} of adapter {name!r} can't be loaded: "
+                                     f"{load.errors[0][2]}", path=published.path)
             return str(name)
     return ""
 

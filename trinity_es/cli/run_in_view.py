@@ -74,7 +74,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     With `as_json` the view goes to stderr. Raises ConfigError, and what the part raises.
     """
     quiet()
-    remembered_log_end.require(settings)  # before anything relies on the log
+    remembered_log_end.require_remembered(settings)  # before anything relies on the log
     if resuming:
         _require_led_here(settings)
     part: RunProcess

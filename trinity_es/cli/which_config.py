@@ -48,7 +48,7 @@ def _system_paths(url: str) -> dict[str, str]:
 def named_once(argument: str | None, option: str | None) -> str | None:
     """Return the argument or the option, whichever is set. Raises typer.BadParameter if both are and differ."""
     if argument is not None and option is not None and argument != option:
-        raise typer.BadParameter(f"{argument} and {option} are named: name one")
+        raise typer.BadParameter(f"the argument is {argument} and the option {option}: give only one of them")
     return argument if option is None else option
 
 
@@ -93,8 +93,8 @@ def _require_own_folders(url: URL, recorded_url: str, copied_from: str) -> None:
         copied_from = str(original) if is_copy else ""
     if copied_from:
         raise ConfigError(
-            f"{masked(url)} is a copy of {copied_from}, and the config in it names the folders of that run: "
-            "name the config file of the copy, as in `trinity-es resume config.yaml`")
+            f"the log {masked(url)} is a copy of {copied_from}, and its config names the folders of the original: name "
+            "the config file of the copy, as in `trinity-es resume config.yaml`")
 
 
 def _is_text(path: Path) -> bool:

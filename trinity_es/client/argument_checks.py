@@ -49,16 +49,17 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             try:
                 data = secret_file.hide(task_to_dict(_with_own_secrets(task)))
             except RecursionError as e:
-                raise TaskNotSerializable("is nested too deeply, or holds itself") from e
+                raise TaskNotSerializable("a value of the task is nested too deeply, or contains itself") from e
             if task.repeat_times is not None:
                 whole_number("repeat_times", task.repeat_times, least=1)
             merged(Sampling(), task.rollout_args, DataError, "rollout_args")
             if unknown := task.format_args.keys() - _FORMAT_KEYS:
-                raise DataError(f"format_args has no {', '.join(sorted(map(str, unknown)))}: it has "
-                                f"{', '.join(sorted(_FORMAT_KEYS))}; arguments of your own workflow go into "
-                                "workflow_args")
+                raise DataError(f"unknown key in format_args: {', '.join(sorted(map(str, unknown)))}. Put arguments of "
+                                "your own workflow into workflow_args; known keys are "
+                                f"{', '.join(sorted(_FORMAT_KEYS))}")
             if task.workflow is None:
-                raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
+                raise TaskNotSerializable("Task.workflow is not set: give a class, a registered name or "
+                                          "\"module:Class\"")
             if task.workflow not in path_by_workflow:
                 path_by_workflow[task.workflow] = WORKFLOWS.path(task.workflow)
             data["workflow"] = path_by_workflow[task.workflow]
@@ -142,5 +143,6 @@ def cut_tasks(value: Any) -> list[CutTask]:
         fields_of_tasks = [{"task": task, "batch_id": batch_id, "cut_task": cut_task}
                            for task, (batch_id, cut_task) in value.items()]
     except (AttributeError, TypeError, ValueError):
-        raise DataError(f"continues is {shown(value)}: give a mapping such as {{0: (12, 3)}}") from None
+        raise DataError(f"continues is {shown(value)}: give a mapping from new tasks to the batch and task that each "
+                        f"continues, such as {{0: (12, 3)}}") from None
     return [read_fields(CutTask, "continues", fields) for fields in fields_of_tasks]

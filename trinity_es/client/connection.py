@@ -122,18 +122,18 @@ class _Session:
         if admin.get("protocol") != PROTOCOL:
             raise VersionMismatch(
                 f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
-                "can't talk to: `trinity-es down`, then `trinity-es up` goes on with open batches")
+                "can't talk to: run `trinity-es down`, then `trinity-es up`, which continues open batches")
         key = read_key(admin["key_file"])
         address = listens_at(admin["pid"], admin["port"])
         accepts_key = self._accepts_key(address, key)
         if accepts_key is False:
             self.require_alive()  # an admin that dies now looks as if it refused the key
-            raise WrongKey(f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and "
-                           f"the system (pid {admin['pid']}) was started with another key")
+            raise WrongKey(f"the key from {key_place(admin['key_file'])} is not the key of the actor system (pid "
+                           f"{admin['pid']}): give the key with which the system was started")
         if accepts_key is None:
             raise NotRunning(
-                f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is stopped or "
-                "hangs; its keeper ends it and starts it again, and so do `trinity-es down` and `trinity-es up`")
+                f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is suspended "
+                "or hangs. Wait until its keeper process restarts it, or run `trinity-es down`, then `trinity-es up`")
         system: Any = None
         try:
             self.system = system = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
@@ -247,12 +247,12 @@ class Connection:
                     if last_admin is None and is_alive and time.monotonic() - begun_at >= CONNECT_SECONDS:
                         raise  # it is stopped or hangs; if it died too, the keeper starts another
             if time.monotonic() - begun_at > REJOIN_SECONDS:
-                raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not "
-                                 "start it again: keeper.log in its log folder says why")
+                raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper process "
+                                 "could not restart it: see keeper.log in its log folder")
             time.sleep(0.1)
 
     def _join(self, dead_session: _Session, joining: Future[None]) -> None:
-        """Replace a dead session; called in a thread. `joining` ends when that is done, or with its error."""
+        """Replace a dead session; runs in a thread of its own. `joining` gets None, or the error."""
         try:
             session = self._next_session(dead_session.admin)
         except BaseException as e:
@@ -339,7 +339,7 @@ class Connection:
                 elif session.coordinator is None or session.coordinator != answer.coordinator:
                     session.coordinator, send_at = answer.coordinator, now
             if deadline is not None and now >= deadline:
-                raise TimeoutError(f"{request.command}: no answer in time")
+                raise TimeoutError(f"the coordinator did not answer {request.command} in time")
             if answer is None and not session.is_alive():
                 raise _SystemGone
             if now - last_taken_at > NO_COORDINATOR_SECONDS:
@@ -350,8 +350,8 @@ class Connection:
         """Remember the end of the log in this answer. Raises LogRewound if the log lost events since the request."""
         loss = lost_between(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
         if loss is not None:
-            raise LogRewound(f"the system works on a log that lost acknowledged events: {loss}. Bring the better copy "
-                             "back, or accept the loss with `trinity-es accept-rewind`")
+            raise LogRewound(f"the system works on a log that lost acknowledged events: {loss}. Restore a copy of the "
+                             "log that has them, or accept the loss with `trinity-es accept-rewind`")
         if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # another thread's may be newer
             self.last_mark = answer.end
 
@@ -366,7 +366,8 @@ class Connection:
             try:
                 self._rejoin(self._session, time.monotonic() + timeout)
             except TimeoutError as e:
-                raise NotRunning("the actor system is gone; its keeper is starting it again") from e
+                raise NotRunning("the actor system is gone, and its keeper process is restarting it: call again in "
+                                 "some seconds") from e
         session = self._session
         answer = self._ask_guardian(session, timeout)
         if not answer.status:

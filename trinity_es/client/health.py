@@ -63,7 +63,7 @@ def explain(
     LogError, and LogRewound if the log lost acknowledged events.
     """
     with contextlib.suppress(errors.LogUnavailable):
-        within(READ_SECONDS, lambda: remembered_log_end.require(config))
+        within(READ_SECONDS, lambda: remembered_log_end.require_remembered(config))
     live, processes = facts(config)
 
     def read() -> list[Why]:

@@ -117,7 +117,7 @@ class RolloutClient(SystemClient):
         TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
-            raise errors.DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
+            raise errors.DataError(f"batch_type is {batch_type!r}: 'train' or 'eval' is expected")
         require_batch_id(batch_id)
         cursors = argument_checks.cursors(cursor)
         tasks = argument_checks.list_of("tasks", tasks, "tasks")
@@ -185,7 +185,7 @@ class RolloutClient(SystemClient):
         except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
             raise errors.FinalizeTimeout(
                 f"batch {batch_id!r}: no answer within {timeout} s. Nothing is lost: finalize it again to go on "
-                "waiting; `trinity-es why` says what it waits for") from e
+                "waiting; `trinity-es why` says what the batch waits for") from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
@@ -243,7 +243,7 @@ class RolloutClient(SystemClient):
             raise
         finalized = self.log.last(batch_stream(batch_id), BatchFinalized.__name__)
         if row.state != BatchLifecycleState.FINALIZED or finalized is None:
-            raise errors.DataError(f"batch {batch_id!r} is {row.state}: finalize_train_batch it first")
+            raise errors.DataError(f"batch {batch_id!r} is {row.state}, not FINALIZED: call finalize_train_batch first")
         assert isinstance(finalized.event, BatchFinalized)
         return finalized.event.experiences
 
@@ -303,8 +303,8 @@ class RolloutClient(SystemClient):
             with self._take_lock:
                 self._unanswered_take_ids[key] = request_id
             raise errors.TakeTimeout(
-                f"{command.n} experiences: no answer within {command.timeout} s. Take as many again: if the "
-                "coordinator took some for this request, you get them then") from e
+                f"the coordinator did not deliver {command.n} experiences within {command.timeout} s. Take as many "
+                "again: if it took some for this request, you get them then") from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
         """Yield (position, experiences) of what the pipeline processed outside any batch after log position `after`.

@@ -47,7 +47,7 @@ class SystemClient:
         admin = running_system.find(self.config)
         if admin is None:
             if last_admin is None:
-                remembered_log_end.require(self.config)
+                remembered_log_end.require_remembered(self.config)
             else:
                 self._require_log()
             if running_system.stopped(self.config)["kept"] is None:
@@ -57,7 +57,7 @@ class SystemClient:
     def _require_log(self) -> None:
         """Raise LogRewound if the log lacks an event that this client or this host remembers."""
         mark = self._link.last_mark
-        remembered_log_end.require(self.config, [] if mark is None else [Claim(mark, self._link.name)])
+        remembered_log_end.require_remembered(self.config, [] if mark is None else [Claim(mark, self._link.name)])
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +109,8 @@ class SystemClient:
         deadline = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
-            raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
+            raise TimeoutError("restart_runner: the guardian, which restarts runners, did not answer within "
+                               f"{PATIENCE_SECONDS:.0f} s")
         incarnations = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
         if argument_checks.text("name", name) not in incarnations:  # perhaps a runner of another host
             rows = self._link.call(GetStatus(), max(0.0, deadline - time.monotonic()))["runners"]

@@ -88,7 +88,7 @@ class Config(RunConfig):
         }
         reason = next((text for text, is_true in conditions.items() if is_true), "")
         if reason and sync.in_flight == "cut":
-            raise ValueError(f"synchronizer.in_flight is cut, and {reason}")
+            raise ValueError(f"synchronizer.in_flight is 'cut', but {reason}")
         return self
 
     @model_validator(mode="after")
@@ -328,7 +328,7 @@ def _validate(
             from trinity_es.config.trinity_rft_keys import foreign_keys, foreign_values  # it reads a file
 
             raise explain(
-                errors, Config, origin_of, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
+                errors, Config, origin_of, hints=foreign_keys() | RENAMED, foreign_values=foreign_values(),
                 unexpanded=unresolved, as_text=as_text,
             ) from None
         break

@@ -34,13 +34,13 @@ def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError)
 
 def explain(
     errors: Sequence[ErrorDetails], model: type[BaseModel], origin_of: Callable[[Path_], str], *,
-    foreign: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
+    hints: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
     as_text: Callable[[Path_], tuple[str, str]],
 ) -> TrinityError:
     """Return pydantic's errors as one ConfigError, a line each. `origin_of` returns where a key came from (its
     file and line); `as_text` returns its written form, and how to write it as a text.
 
-    An unknown key gets a hint: the text of `foreign` for it, for a key in it or for its section, otherwise the nearest
+    An unknown key gets a hint: the text of `hints` for it, for a key in it or for its section, otherwise the nearest
     known key. A refused value gets the text of `foreign_values` for (key, value). `unexpanded` has a line for each
     value that has to be written out. It replaces pydantic's problem with this value, and is dropped if the key is
     unknown.
@@ -52,8 +52,8 @@ def explain(
         path = error_path(error)
         if error["type"] == "extra_forbidden":
             unexpanded_lines = {p: line for p, line in unexpanded_lines.items() if p[: len(path)] != path}
-            for key_path in dict.fromkeys(_foreign_paths(path, error["input"], foreign)) or [path]:
-                key_hint = _key_hint(key_path, known_keys, foreign)
+            for key_path in dict.fromkeys(_foreign_paths(path, error["input"], hints)) or [path]:
+                key_hint = _key_hint(key_path, known_keys, hints)
                 problems.append(f"{origin_of(key_path)}: unknown key {dotted(key_path)}{key_hint}")
         elif path not in unexpanded:
             hint = foreign_values.get((dotted(path, any_index=True), written(error["input"], str)))
@@ -62,8 +62,8 @@ def explain(
     return config_error([*unexpanded_lines.values(), *problems])
 
 
-def _foreign_paths(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
-    """Yield, for each innermost key below `value`, the longest part of its path from the root that is in `foreign`."""
+def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterator[Path_]:
+    """Yield, for each innermost key below `value`, the longest part of its path from the root that is in `hints`."""
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -72,18 +72,18 @@ def _foreign_paths(path: Path_, value: Any, foreign: Mapping[str, str]) -> Itera
     has_keys = False
     for key, inner_value in items:
         has_keys = True
-        yield from _foreign_paths((*path, key), inner_value, foreign)
-    while not has_keys and path and dotted(path, any_index=True) not in foreign:
+        yield from _foreign_paths((*path, key), inner_value, hints)
+    while not has_keys and path and dotted(path, any_index=True) not in hints:
         path = path[:-1]
     if not has_keys and path:
         yield path
 
 
-def _key_hint(path: Path_, known_keys: list[str], foreign: Mapping[str, str]) -> str:
-    """Return what to write instead of an unknown key: its text in `foreign`, or the nearest known key."""
+def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> str:
+    """Return what to write instead of an unknown key: its hint, or the nearest known key."""
     key = dotted(path, any_index=True)
-    if key in foreign:
-        return f"; {foreign[key]}"
+    if key in hints:
+        return f"; {hints[key]}"
     parent, _, leaf = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
     siblings = [k.removeprefix(prefix).partition(".")[0].removesuffix("[]") for k in known_keys if k.startswith(prefix)]

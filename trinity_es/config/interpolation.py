@@ -98,9 +98,9 @@ def _resolve_text(text: str, *, quotable: bool) -> tuple[str | None, bool]:
             return prefix + match[0][backslashes:]
         if name is None:
             raise _Refused(
-                f"holds {_quoted(text[match.start() + backslashes :], quotable)}, which is not resolved here: only "
-                "${oc.env:NAME} and ${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in "
-                "quotes), and \\${ is the text ${ itself")
+                f"holds {_quoted(text[match.start() + backslashes :], quotable)}, but only ${{oc.env:NAME}} and "
+                f"${{oc.env:NAME,default}} are resolved: quote a default that holds a comma, bracket or brace, or "
+                "write \\${ for the text ${ itself")
         names.append(name)
         if name not in os.environ and match["default"] is None:
             raise _Refused(

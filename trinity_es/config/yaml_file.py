@@ -42,7 +42,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = Fal
             raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark) from None
         if is_repeated:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} stands here a second time: remove one", key_node.start_mark)
+                None, None, f"the key {key!r} appears twice: remove one of them", key_node.start_mark)
         out[key] = loader.construct_object(value_node, deep=True)
     return out
 
@@ -106,7 +106,7 @@ def _parse(text: str) -> tuple[Any, yaml.Node | None]:
         sizes: dict[int, int] = {}
         if _size(node, sizes) > max(MOST_VALUES, len(sizes)):
             raise yaml.constructor.ConstructorError(
-                None, None, f"its aliases (*name) make more than {MOST_VALUES:,} values of it: write them out",
+                None, None, f"the aliases (*name) expand to more than {MOST_VALUES:,} values: write the values out",
                 node.start_mark,
             )
         return loader.construct_document(node), node
@@ -156,7 +156,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
         name = f"--set {key}"  # without the value, which may hold a password
         pieces = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
         if not equals or not all(pieces):
-            raise ConfigError(f"{name}: write it as a.b=c")
+            raise ConfigError(f"{name}: write the override as KEY=VALUE, such as a.b=c")
         try:
             value, _ = _parse(text)
         except yaml.YAMLError as e:
@@ -171,7 +171,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
                                       f"below {len(parent)} instead of {piece!r}")
                 key_or_index = int(piece)
             elif not isinstance(parent, dict):
-                raise ConfigError(f"{name}: {dotted(path)} is {quoted(parent)}, so {piece!r} can't be in it")
+                raise ConfigError(f"{name}: {dotted(path)} is {quoted(parent)}, not a section, so it can't have the "
+                                  f"key {piece!r}")
             path = (*path, key_or_index)
             if i == len(pieces) - 1:
                 parent[key_or_index] = value

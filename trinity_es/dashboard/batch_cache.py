@@ -80,7 +80,7 @@ class CachedBatch:
         A step forward folds one event, a step back folds from the first event, the same version folds nothing.
         """
         if not 1 <= version <= len(self.positions):
-            raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)}")
+            raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)} events")
         if version == self._past_version and self._past_state is not None and self._past_event is not None:
             return self._past_state, self._past_event
         if version < self._past_version:

@@ -88,7 +88,8 @@ def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError if it is not installed."""
     environment = _find_or_none(name)
     if environment is None:
-        raise ConfigError(f"{_not_installed_message(name)}: `trinity-es env install {name}`", environment=name)
+        raise ConfigError(f"{_not_installed_message(name)}. Install it with `trinity-es env install "
+                          f"{name}`", environment=name)
     return environment
 
 
@@ -114,7 +115,7 @@ def install(
     """
     requirement, distribution = _requirement(package)
     if uv() is None:
-        raise ConfigError("uv, which installs environments, is not here: pip install 'trinity-es[environments]'")
+        raise ConfigError("uv, which installs environments, is not installed: pip install 'trinity-es[environments]'")
     environment = _environment_name(name or distribution)
     home = environments_folder() / environment
     home.mkdir(parents=True, exist_ok=True)
@@ -179,8 +180,8 @@ def _require_loads(environment: Installed, say: Callable[[str], None]) -> None:
     except ConfigError as e:
         problem = f"verifiers can't load the taskset {environment.taskset!r}: {e.message.rstrip().splitlines()[-1]}"
         if environment.distribution != VERIFIERS_PACKAGE:
-            raise ConfigError(f"{problem} (a package MY-ENV has a module my_env with a Taskset of verifiers 0.4 in its "
-                              "__all__)") from e
+            raise ConfigError(f"{problem}. A package MY-ENV needs a module my_env whose __all__ names a Taskset of "
+                              "verifiers 0.4") from e
         say(f"{problem} (a config that names another taskset may be played)")
 
 
@@ -191,7 +192,7 @@ def _requirement(package: str) -> tuple[str, str]:
         return str(Path(package).absolute()), distribution
     name, _, version = package.partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]+\])?", name):
-        raise ConfigError(f"{package!r} is no package, folder or wheel: give NAME, NAME@VERSION or a path")
+        raise ConfigError(f"{package!r} is not a package, folder or wheel: give NAME, NAME@VERSION or a path")
     return (f"{name}=={version}" if version else name), distribution
 
 
@@ -202,7 +203,7 @@ def _distribution(package: str) -> str:
         try:
             return str(tomllib.loads((path / "pyproject.toml").read_text())["project"]["name"])
         except (OSError, KeyError, tomllib.TOMLDecodeError) as e:
-            raise ConfigError(f"{path} is no package: its pyproject.toml gives no project.name ({e!r})") from e
+            raise ConfigError(f"{path} is not a package: its pyproject.toml gives no project.name ({e!r})") from e
     return path.name.partition("-")[0] if path.is_file() else re.split(r"[@\[]", package)[0]
 
 
@@ -210,7 +211,7 @@ def _environment_name(name: str) -> str:
     """Return the normalized name, which is also the folder's name. Raises ConfigError."""
     normalized_name = plain_name(name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", normalized_name):
-        raise ConfigError(f"{name!r} is no name of an environment: give letters, digits and dashes (--name)")
+        raise ConfigError(f"{name!r} can't be an environment's name: give letters, digits and dashes with --name")
     return normalized_name
 
 
@@ -230,5 +231,5 @@ def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=False, env={**index, **variables})
     if result.returncode:
         error = result.stderr.strip()[-2000:]
-        raise ConfigError(f"{' '.join(command[:3])} ... failed with {result.returncode}: {error}")
+        raise ConfigError(f"{' '.join(command[:3])} ... failed with status {result.returncode}: {error}")
     return result.stdout

@@ -84,7 +84,8 @@ class OpenEnvWorkflow(Workflow):
                     state = await env.step(parse(answer.response_text or "", schema))
                 except (ValueError, _NoAction) as e:
                     if "invalid_reward" not in args:
-                        raise EnvironmentFailed(f"the answer is no action: {e}", kind="workflow") from e
+                        raise EnvironmentFailed("the model's answer is not a valid action: "
+                                                f"{e}", kind="workflow") from e
                     rewards.append(float(args["invalid_reward"]))
                     counts["invalid_actions"] += 1
                     break
@@ -107,7 +108,7 @@ class OpenEnvWorkflow(Workflow):
     def _experiences(self, rewards: list[float], metrics: dict[str, float]) -> list[Experience]:
         """Return the episode's experiences, each with the sum of the rewards. Raises WorkflowError without rewards."""
         if not rewards:
-            raise WorkflowError("the environment gave no reward in any step: a sum of nothing is no reward")
+            raise WorkflowError("the environment gave no reward in any step, so the episode has none")
         reward = math.fsum(rewards)
         if not math.isfinite(reward):
             raise WorkflowError(f"the environment gave the rewards {rewards}: numbers are expected")
@@ -166,7 +167,7 @@ class OpenEnvSession:
                     raise _NoAction(f"{code}: {text[:500]}")
                 text = f"in its own code, the action is not at fault: {text}"
             if code == "CAPACITY_REACHED":
-                raise _Full(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
+                raise _Full(f"the OpenEnv server {self._url} has no room for another episode: {text}")
             kind = "workflow" if code in _ENVIRONMENT_ERRORS else "infra"
             raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
         return data
@@ -186,7 +187,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         body += part
         if len(body) > MESSAGE_BYTES:
             raise EnvironmentFailed(
-                f"{response.url} answers with more than {MESSAGE_BYTES:,} bytes: see whether an OpenEnv server is there"
+                f"{response.url} answers with more than {MESSAGE_BYTES:,} bytes: check that an OpenEnv server is there"
             )
     return bytes(body)
 
@@ -286,7 +287,7 @@ def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
         return value
     required_fields = schema.get("required") or []
     if len(required_fields) != 1:
-        raise ValueError(f"{text[:80]!r} is no JSON object, and an action has the fields {required_fields}")
+        raise ValueError(f"{text[:80]!r} is not a JSON object, but an action needs the fields {required_fields}")
     [field] = required_fields
     field_type = (schema.get("properties") or {}).get(field, {}).get("type")
     return {field: text if field_type == "string" else value}

@@ -73,7 +73,8 @@ def write_tasks(file: str, limit: str) -> None:
 
     taskset = loaders.load_taskset(resolved(json.load(sys.stdin)).taskset)
     if not (taskset.bounded or int(limit)):
-        raise SystemExit("it has endlessly many tasks: set how many to take (workflow_args: {tasks: 1000})")
+        raise SystemExit("the environment has endlessly many tasks: set how many to take (workflow_args: "
+                         "{tasks: 1000})")
     with open(file, "wb") as out:
         for task in itertools.islice(taskset, int(limit) or TASKS_AT_MOST):
             row = task.data.model_dump(mode="json", exclude_defaults=True)

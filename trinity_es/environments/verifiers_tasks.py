@@ -38,7 +38,8 @@ def environment_named(args: Mapping[str, Any]) -> str:
     """Return `env` of a workflow's arguments. Raises DataError without one."""
     name = args.get("env")
     if not isinstance(name, str) or not name:
-        raise DataError("workflow_args.env is missing: name the environment (`trinity-es env list` shows those here)")
+        raise DataError("workflow_args.env is missing: name the environment (`trinity-es env list` lists the installed "
+                        "ones)")
     return name
 
 
@@ -90,9 +91,9 @@ def _write_tasks(installed: Installed, args: Mapping[str, Any], file: Path) -> N
         )
         try:
             process.communicate(config, timeout=TASKS_SECONDS)
-            problem = f"it ended with status {process.returncode}" if process.returncode else ""
+            problem = f"its process ended with status {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            problem = f"it was not done after {TASKS_SECONDS:.0f} s"
+            problem = f"its process was not done after {TASKS_SECONDS:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with all that it started

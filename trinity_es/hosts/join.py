@@ -63,7 +63,8 @@ def host_name(name: str | None) -> str:
     name = name or socket.gethostname().partition(".")[0]
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} can't be a host's name: letters, digits, '.', '_' and '-', 63 at most; give --name"
+            f"{name!r} can't be a host's name: use at most 63 letters, digits, '.', '_' and '-', and give the name "
+            "with --name"
         )
     return name
 
@@ -82,11 +83,11 @@ def find_head(url: str) -> HeadPlace:
         lease = log.read_lease("coordinator")
     owner = (lease.owner or {}) if lease is not None else {}
     if not owner:
-        raise NotRunning(f"no head leads the run of {masked(url)} now: start one with `trinity-es up` or `run`")
+        raise NotRunning(f"the run of {masked(url)} has no head host now: start one with `trinity-es up` or `run`")
     place = HeadPlace.of(owner)
     if place is None:
         raise ConfigError(
-            f"the head of {masked(url)} (pid {owner.get('pid')} on {owner.get('host')}) takes no hosts: set "
+            f"the head of {masked(url)} (pid {owner.get('pid')} on {owner.get('host')}) accepts no other hosts: set "
             "hosts.address in its config to an address of its own and a port, as in 10.0.0.1:7700, and start it again"
         )
     return place
@@ -103,7 +104,7 @@ def config_of(
     with EventLog.open(url, read_only=True) as log:
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
-        raise NotRunning(f"no head has led the run of {masked(url)} yet: start one with `trinity-es up` or `run`")
+        raise NotRunning(f"the run of {masked(url)} has had no head host yet: start one with `trinity-es up` or `run`")
     data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     data["store"] = {**data["store"], "url": url}
     hosts = data.get("hosts", {})
@@ -117,9 +118,10 @@ def config_of(
     missing_names = auxiliary_names - {m.get("name") for m in models if m.get("engine_num", 1)}
     if missing_names:
         raise ConfigError(
-            f"the run's tasks may ask the auxiliary models {', '.join(sorted(auxiliary_names))}, and this host would "
-            f"have no engine of {', '.join(sorted(missing_names))}: tasks are answered by those of their own host. "
-            "Leave them in, or give them engine_type http in the head's config: servers that each host reaches"
+            f"this host would have no engine of {', '.join(sorted(missing_names))}, but its tasks may ask the "
+            f"auxiliary models {', '.join(sorted(auxiliary_names))} and reach only engines of their own host. Keep "
+            "these models in this host's config, or give them engine_type http (servers that every host reaches) in "
+            "the head's config"
         )
     for model in models:
         model["model_path"] = model_folders.get(model.get("model_path", ""), model.get("model_path", ""))
@@ -143,9 +145,9 @@ def require_gpus(config: Config, name: str) -> None:
     gpus = visible()
     if key := lacking(gpu_counts, len(gpus)):
         raise ConfigError(
-            f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), and each engine of {key} spans "
-            f"{models[key].tensor_parallel_size}: join from a host with as many, give it more by CUDA_VISIBLE_DEVICES, "
-            "or set tensor_parallel_size for this host with --set"
+            f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), but each engine of {key} needs "
+            f"{models[key].tensor_parallel_size}: join from a larger host, make more GPUs visible with "
+            "CUDA_VISIBLE_DEVICES, or set tensor_parallel_size for this host with --set"
         )
 
 
@@ -247,7 +249,7 @@ class HostRun:
         try:
             while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
                 if self.is_leaving():
-                    raise SyncError("the pull of the model was given up: this host leaves")
+                    raise SyncError("the pull of the model was stopped because this host is leaving")
             return task.result()
         finally:
             task.cancel()

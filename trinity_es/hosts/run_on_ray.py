@@ -51,8 +51,8 @@ def head_config(config: Config, address: str) -> Config:
     """Return the config of the head at this address, whose engines are on the hosts. Raises ConfigError."""
     models = config.explorer.rollout_model, *config.explorer.auxiliary_models
     if any(model.engine_type == "http" for model in models):
-        raise ConfigError("engine_type is http: Ray has no engines to place, since external servers are no hosts. "
-                          "Start it with `trinity-es up` alone (docs/ENGINES.md)")
+        raise ConfigError("engine_type is http, so Ray has no engines to place: external servers run on their own. "
+                          "Start the run with `trinity-es up`, without --on ray (docs/ENGINES.md)")
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         raise ConfigError("the store is a SQLite file, which only one host can use: a run on Ray has several, and Ray "
                           "may restart the head on another. Set store.url to a PostgreSQL database")
@@ -205,23 +205,23 @@ def start(
     try:
         key = read_key(running_system.key_file(config)).decode()
     except WrongKey as e:
-        raise WrongKey(f"{e.message}. A run on Ray has its key before it starts: export {KEY_VARIABLE}=$(openssl rand "
-                       "-hex 32), here and where commands and trainers run") from e
+        raise WrongKey(f"{e.message}. A run on Ray needs its key before it starts: make one with `openssl rand -hex "
+                       f"32`, and export it as {KEY_VARIABLE} here and wherever commands and trainers run") from e
     ray = _connect_to_ray(config)
     if HEAD in ray.util.list_named_actors():
-        raise AlreadyRunning("Ray has this run already: end it with `trinity-es down --on ray`")
+        raise AlreadyRunning("this run is already on Ray: end it with `trinity-es down --on ray`")
     with suppress(TrinityError):  # no log yet
         if is_led(config.store.url):
-            raise AlreadyRunning("this run is led already, and not by Ray: end it with `trinity-es down` first")
+            raise AlreadyRunning("this run is already active outside of Ray: end it with `trinity-es down` first")
     _end(ray, "a start that was broken off")
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     bundle = bundle_of(config, gpus=any(node.get("GPU") for node in nodes))
     fit = sum(all(node.get(kind, 0) >= n for kind, n in bundle.items()) for node in nodes)
     needs = " and ".join(f"{n:.0f} {kind}s" for kind, n in bundle.items())
     if hosts is None and not fit:
-        raise ConfigError(f"none of the {len(nodes)} nodes of Ray's cluster has what a host takes ({needs}): lower "
-                          "explorer.rollout_model.engine_num or its tensor_parallel_size; or wait for such nodes "
-                          "with --hosts N")
+        raise ConfigError(f"none of the {len(nodes)} nodes of the Ray cluster has what a host needs ({needs}): lower "
+                          "explorer.rollout_model.engine_num or its tensor_parallel_size, or wait for such nodes with "
+                          "--hosts N")
     hosts = hosts or fit
     if fit < hosts:
         tell(f"{fit} of Ray's {len(nodes)} nodes have what a host takes ({needs}): waiting for {hosts - fit} more")
@@ -259,14 +259,14 @@ def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[
         for answer in ray.get(reports):
             problem = answer["problem"]
             if problem["for_good"]:
-                raise StartupError(f"{answer['node']}: {problem['text']}")
+                raise StartupError(f"a host can't start on node {answer['node']}: {problem['text']}")
             if problem["text"] and problem["text"] not in reported:
                 reported.add(problem["text"])
                 tell(f"{answer['node']}: {problem['text']}; it is tried again")
         return dict(ray.get(agents[0].status.remote(), timeout=LOOK_SECONDS * 10))
     except ray.exceptions.ActorDiedError as e:
-        raise StartupError(f"a node could not start what Ray placed there; trinity_es, in this version, has to be "
-                           f"installed on each ({str(e).strip().splitlines()[-1]})") from e
+        raise StartupError(f"a Ray node could not start the run's actors ({str(e).strip().splitlines()[-1]}): install "
+                           "this version of trinity_es on each node") from e
     except ray.exceptions.RayError:
         return {"runners": []}  # the head is restarted, or slow
 

@@ -24,8 +24,8 @@ def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:
     refused_keys = sorted({"system_prompt", "reply_prefix"} & set(format_args))
     if workflow in (PROMPTS, ANSWERS) and refused_keys:
         raise ConfigError(
-            f"format_args has {refused_keys[0]}, but the trainer's prompts are sent unchanged: write it into them, as "
-            "messages, or name a workflow that makes a chat of them, such as single_turn"
+            f"format_args has {refused_keys[0]}, but the trainer's prompts are sent unchanged: put its text into the "
+            "prompts, as messages, or name a workflow that builds the chat, such as single_turn"
         )
 
 

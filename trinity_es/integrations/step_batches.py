@@ -50,7 +50,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
     if logged_prompts != new_prompts:
         raise DataError(
             f"batch {batch_id!r} is in the log with other prompts: the data, their order or num_generations changed. "
-            "Restore what it began with, or start over with another store"
+            "Restore the former ones, or start over with another store"
         )
     return state
 
@@ -85,9 +85,8 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
     state = client.batch(batch_id)
     if not any(task.done for task in state.tasks):
         raise WorkflowError(
-            f"batch {batch_id!r}: no run succeeded ({state.state}). {failures(state)}; fix it and resume: the batch "
-            "is then generated again (runners load a changed module of yours only when they start: "
-            "`trinity-es restart-runner`)"
+            f"batch {batch_id!r}: no run succeeded ({state.state}). {failures(state)}; fix the cause and resume, which "
+            "generates the batch again. After a change of a module of yours also run `trinity-es restart-runner`"
         )
     if mode == "train":
         columns = client.columns(batch_id)
@@ -150,9 +149,9 @@ class PromptRows:
                 is_repeated = (first_name, first_i) != (name, i)
                 if is_repeated and self._row(first_name, first_i) != self._row(name, i):
                     raise DataError(
-                        f"rows {first_i} of {first_name} and {i} of {name} have the same prompt and differ in "
-                        f"{', '.join(self._columns[name])}, but TRL passes on only the prompt: tell them apart in the "
-                        "prompt, or name in `columns` what tasks need"
+                        f"row {first_i} of {first_name} and row {i} of {name} have the same prompt and differ in "
+                        f"{', '.join(self._columns[name])}, but TRL passes on only the prompt: make the prompts "
+                        "differ, or name in `columns` only those that tasks need"
                     )
 
     def _row(self, name: str, index: int) -> dict[str, Any]:
@@ -171,9 +170,9 @@ class PromptRows:
         if origin is None:
             if any(self._columns.values()) or (not self._datasets and self._requested != []):
                 raise DataError(
-                    f"no row of {', '.join(self._datasets) or 'a data set'} has the prompt {repr(prompt)[:100]}, and "
-                    "the columns of a task are looked up by its prompt: give the trainer the data set with this "
-                    "prompt, unchanged, or columns=[] if tasks need only the prompt"
+                    f"no row of {', '.join(self._datasets) or 'a data set'} has the prompt {repr(prompt)[:100]}, by "
+                    "which the other columns of a task are found. Give the trainer the data set with this prompt, "
+                    "unchanged, or Rollouts(columns=[]) if tasks need only the prompt"
                 )
             return {"prompt": prompt}, {}
         name, index = origin
@@ -189,8 +188,8 @@ def _task_columns(name: str, data: Any, columns: Sequence[str] | None) -> list[s
         raise DataError(f"{name} has no column {missing[0]!r}: it has {', '.join(existing)}{hint}")
     if _is_stream(data) and (columns or (columns is None and existing != ["prompt"])):
         raise DataError(
-            f"{name} is a stream, whose rows can't be looked up by their prompts: give columns=[], with which tasks "
-            "get only the prompt, or a data set that is no stream"
+            f"{name} is a stream, so its rows can't be found by their prompts: give a data set that is not a stream, "
+            "or columns=[], with which tasks get only the prompt"
         )
     return list(columns) if columns is not None else [column for column in existing if column != "prompt"]
 
@@ -205,7 +204,7 @@ def prompt_key(prompt: Any) -> bytes:
     try:
         return orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
-        raise DataError(f"a prompt is no JSON ({e}): {repr(prompt)[:100]}") from e
+        raise DataError(f"a prompt can't be written as JSON ({e}): {repr(prompt)[:100]}") from e
 
 
 def _plain(value: Any) -> Any:

@@ -131,8 +131,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self.config = config if isinstance(config, Config) else load_config(config)
         if workflow is None and reward_fn is None and self.config.buffer.pipeline.operators:
             raise ConfigError(
-                "without a reward_fn or a workflow TRL rewards the answers, and buffer.pipeline.operators works on "
-                "rewards: set it to [], or name a reward_fn"
+                "buffer.pipeline.operators needs rewards, but without a reward_fn or a workflow TRL computes them "
+                "later: name a reward_fn, or set buffer.pipeline.operators to []"
             )
         self.name, self._columns = name, columns
         self._task: dict[str, Any] = {
@@ -222,7 +222,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         if trainer.use_vllm:
             raise ConfigError("GRPOConfig has use_vllm: TRL would start an engine of its own; leave it out")
         if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-            raise ConfigError("the trainer's model has PEFT's adapter, but whole weights are published: train those")
+            raise ConfigError("the trainer's model has a PEFT adapter, but whole weights are published: train the "
+                              "model without an adapter")
         if any(isinstance(fn, torch.nn.Module) for fn in trainer.reward_funcs):
             raise ConfigError(
                 "reward_funcs has a model, which TRL would call for failed runs too: give a function that calls it, or "
@@ -274,9 +275,11 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         different = next((i for i in range(len(prompts)) if prompts[i] != prompts[i - i % group]), None)
         if different is not None or len(prompts) % group:
+            difference = f"prompt {different} differs from its group's first" if different is not None else (
+                "the last group is incomplete")
             raise DataError(
-                f"{len(prompts)} prompts are no groups of {group} equal ones: prompt {different} differs from its "
-                "group's first. TRL's own samplers repeat each prompt num_generations times"
+                f"{len(prompts)} prompts do not form groups of {group} equal prompts: {difference}. TRL's own samplers "
+                "repeat each prompt num_generations times"
             )
         rows = self._rows_of(mode, trainer)
         tasks = []
@@ -345,8 +348,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             partial_folder.rename(target)
         except OSError as e:
             raise SyncError(
-                f"version {version} was not published: {target} can't be written ({e}). If another trainer named "
-                f"{self.name!r} writes there, end it, or give one of them another run_dir"
+                f"weights version {version} was not published: {target} can't be written ({e}). If another trainer "
+                f"named {self.name!r} writes there, end it, or give one of them another run_dir"
             ) from e
         versions = sorted(folder.glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
         for path in versions[: -self.config.trainer.keep_checkpoints]:
@@ -355,7 +358,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Connect as a trainer at `state.global_step`; move the sampler to its epoch, which TRL does not do."""
+        """Connect as a trainer that is at `state.global_step`, and set the sampler to the epoch of that step."""
         per_generation = args.steps_per_generation * args.num_iterations
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)
@@ -365,8 +368,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         trained_batches = step // epoch_steps * epoch_batches + step % epoch_steps * per_step
         if trained_batches % per_generation:
             raise ConfigError(
-                f"the checkpoint of step {step} lies within a generation, which serves {per_generation} batches of "
-                "gradients, so the part that was trained on can't be identified: resume from an earlier one"
+                f"the checkpoint of step {step} lies within a generation of {per_generation} gradient batches, so it "
+                "is unknown which of its samples were trained on: resume from an earlier checkpoint"
             )
         _reach_epoch(get_sampler(loader), step // epoch_steps)
         self._calls.clear()
@@ -420,8 +423,9 @@ def _require_whole_generations(args: Any, per_generation: int, per_step: int) ->
         return
     if args.save_steps * per_step % per_generation:
         raise ConfigError(
-            f"save_steps is {args.save_steps}, and each generation serves {per_generation / per_step:g} steps: a "
-            "trainer that resumes within one trains on some of it twice; set save_steps to a multiple of it"
+            f"save_steps is {args.save_steps}, but each generation lasts {per_generation / per_step:g} steps, and a "
+            "trainer that resumes within a generation trains on some samples twice: set save_steps to a multiple of "
+            f"{per_generation / per_step:g}"
         )
 
 

@@ -109,8 +109,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def start(self) -> None:
         """Begin with the first batch not trained on by the trainer's checkpoint. Raises ConfigError, NotRunning."""
         if self._resumed_at is None:
-            raise ConfigError("AsyncRollouts does not know the trainer's step: pass it to the trainer in `callbacks`, "
-                              "too")
+            raise ConfigError("AsyncRollouts does not know the trainer's step: pass the AsyncRollouts to the trainer "
+                              "in `callbacks`, too")
         step, log = self._resumed_at, self.client.log
 
         def is_trained(n: int) -> bool:
@@ -141,7 +141,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         if self._error is not None:
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
         if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError("the rollouts do not run: call start()")
+            raise RuntimeError("the rollouts are not running: call start()")
         if time.monotonic() - self._last_progress > stale_after_s and self.rollout_buffer.empty():
             waiting = "\n".join(str(reason) for reason in self.client.log.why_open())
             raise RuntimeError(f"no rollout for {stale_after_s:g} s. {waiting}")

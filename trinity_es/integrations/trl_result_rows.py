@@ -40,10 +40,10 @@ def require_columns(
         if is_named and parameter.default is parameter.empty and name not in available:
             need = f"the reward {getattr(fn, '__name__', fn)} asks for {name!r}"
             if name in columns:
-                raise ConfigError(f"{need}, which the data has and columns={list(tasks_get or ())!r} leaves out: add "
-                                  f"{name!r} to columns, or leave columns out: tasks get all then")
-            raise ConfigError(f"{need}, which no row has: the data has the columns {', '.join(sorted(columns))}"
-                              f"{did_you_mean(name, available)}")
+                raise ConfigError(f"{need}, a column of the data that columns={list(tasks_get or ())!r} leaves out: "
+                                  f"add {name!r} to columns, or omit columns, so that tasks get all")
+            raise ConfigError(f"{need}, but the rows have no such column: the data has the columns "
+                              f"{', '.join(sorted(columns))}{did_you_mean(name, available)}")
 
 
 def result_rows(

@@ -89,8 +89,9 @@ class TrainerCheckpoints:
                 self.path_changed = point.path == str(own_path)
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
-                f"the run is at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines and "
-                f"trainer start from it. Put it back, or into {own_path}, or, for a new run, {self.config.another_run}"
+                f"the checkpoint {point.checkpoint} is gone, from which the run's engines and trainer start (weights "
+                f"version {point.version}). Put it back there or into {own_path}; for a new run, "
+                f"{self.config.another_run}"
             )
         return point
 
@@ -148,9 +149,9 @@ class TrainerCheckpoints:
                         self._unrecorded_metrics[step] = learn(trainer, step, experiences)
             except PayloadNotFound as e:
                 raise PayloadNotFound(
-                    f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "
-                    f"{point.version}, and the experiences between them were freed: store.retention must be at least "
-                    f"{self.steps_needed}. For a new run, from the newest checkpoint, {self.config.another_run}",
+                    f"the trainer has a checkpoint of step {point.checkpoint_version}, but the experiences up to step "
+                    f"{point.version}, which it needs to catch up, were freed: store.retention must be at least "
+                    f"{self.steps_needed}. For a new run from the newest checkpoint, {self.config.another_run}",
                     **e.details,
                 ) from e
             finally:
@@ -184,7 +185,8 @@ class TrainerCheckpoints:
             return
         path = self._checkpoints.path(step)
         if path.exists() and self._unpublished_step() != step:
-            raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
+            raise ConfigError(f"{path} exists already, but this run did not make it: move it away, and `resume` "
+                              "continues the run")
         self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
         self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
         await asyncio.to_thread(trainer.save, str(path))
@@ -200,7 +202,8 @@ def _state_dict_method(trainer: Any) -> Callable[[], Any]:
     method: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if method is None:
         raise ConfigError(
-            f"trainer.class {type(trainer).__name__} has no state_dict() (names as in a checkpoint -> tensors), which "
-            "synchronizer.sync_method memory and nccl need: add it, or set sync_method to checkpoint"
+            f"trainer.class {type(trainer).__name__} has no method state_dict(), which synchronizer.sync_method memory "
+            "and nccl need: add it (it returns tensors by their names in a checkpoint), or set sync_method to "
+            "checkpoint"
         )
     return method

@@ -93,8 +93,8 @@ class Explorer(RunProcess):
             with open_log(config.store.url) as log:
                 if any(b.batch_type == "train" for b in log.batches()):
                     raise ConfigError(
-                        f"the log {url} holds a run; a benchmark has a log of its own: leave store.url out of the "
-                        "config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
+                        f"the log {url} holds a run, but a benchmark needs a log of its own: leave store.url out of "
+                        "the config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
                     )
                 self._point = resume_point(log, [])
         except LogNotFound:
@@ -162,7 +162,7 @@ class Explorer(RunProcess):
         With a trainer, here or in a process in mode `train`, the run ends when the last step's weights are published.
         """
         if self.config.mode not in ("both", "explore"):
-            raise ConfigError(f"mode is {self.config.mode}: explore() needs both or explore")
+            raise ConfigError(f"mode is {self.config.mode}, but explore() needs the mode both or explore")
         trainer_is_elsewhere = self.has_trainer and not self.trains
         if trainer_is_elsewhere:
             self.progress.note(trained=max(self.done, self._point.trained))

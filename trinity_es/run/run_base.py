@@ -125,9 +125,9 @@ class RunProcess:
         size = self.config.buffer.batch_size
         if inputs.drop_last and self.mix.left({}) < size:
             raise ConfigError(
-                f"the tasksets have {self.mix.left({})} tasks, fewer than buffer.batch_size {size}, and "
-                "buffer.explorer_input.drop_last leaves out an incomplete step, so no step would run: lower "
-                "batch_size, add tasks, or set drop_last to false"
+                f"the tasksets have {self.mix.left({})} tasks, fewer than buffer.batch_size {size}, so with "
+                "buffer.explorer_input.drop_last no step would run: lower batch_size, add tasks, or set drop_last to "
+                "false"
             )
         self.eval_sets = self._open_tasksets(inputs.eval_tasksets, point, is_eval=True)
         self._set_point(point)
@@ -140,8 +140,8 @@ class RunProcess:
             recorded = point.sources.get((config.name, is_eval))
             if recorded is None and config.kind != "file" and point.submitted and not is_eval:
                 raise TasksetError(
-                    f"taskset {config.name}: its path is {config.path} in the config, and the run in this log began "
-                    f"with a file: put that back, or, for a new run, {self.config.another_run}"
+                    f"taskset {config.name}: its path is {config.path} in the config, but the run in this log began "
+                    f"with a file: restore the file's path, or, for a new run, {self.config.another_run}"
                 )
             taskset = Taskset(config, is_eval=is_eval, number=number, recorded=recorded)
             tasksets.append(taskset)
@@ -217,8 +217,8 @@ class RunProcess:
             return point
         if point.version > point.submitted:
             raise ConfigError(
-                f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
-                f"only {point.submitted} steps, so another trainer published them: {config.another_run}"
+                f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but the run "
+                f"has only {point.submitted} steps, so another trainer published them: {config.another_run}"
             )
         point = self._weights.of_this_run(point, recorded_store)
         if self.trains:
@@ -229,9 +229,9 @@ class RunProcess:
         """Raise ConfigError if the run is complete, and the errors of `locate`."""
         if not self.locate():
             raise ConfigError(
-                f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
-                f"{self.step}): {self.config.another_run}, or to go on with it raise total_steps, or the `epochs` of "
-                "its tasksets if those end it"
+                f"the store {self.config.masked()['store']['url']} already holds a run, and the run is complete (step "
+                f"{self.step}). For a new run, {self.config.another_run}; to continue this one raise total_steps, or "
+                "the `epochs` of its tasksets if those end it"
             )
 
     # --- start and end ----------------------------------------------------------------------------------------------
@@ -243,8 +243,9 @@ class RunProcess:
             retention, needed = config.store.retention, self._weights.steps_needed
             if self.trains and retention is not None and retention < needed:
                 raise ConfigError(
-                    f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
-                    f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
+                    f"store.retention is {retention}, but a restarted trainer needs the experiences since its last "
+                    f"checkpoint, up to {needed} steps (see synchronizer.sync_interval and trainer.save_interval): set "
+                    f"it to {needed} or more"
                 )
             self._start_monitors()
             point = self._point
@@ -298,8 +299,8 @@ class RunProcess:
         trainer_decides = self.config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
         if trainer_decides and self.config.store.retention is not None:  # any number of steps between checkpoints
             raise ConfigError(
-                f"store.retention is {self.config.store.retention}, and the trainer decides when its weights are "
-                "published (wants_sync): the experiences since its last checkpoint might be freed. Leave out "
+                f"store.retention is {self.config.store.retention}, but the trainer decides when its weights are "
+                "published (wants_sync), so experiences since its last checkpoint might be freed. Leave out "
                 "store.retention, or take another sync_style"
             )
         load = getattr(trainer, "load", None)

@@ -145,7 +145,7 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
     if model.engine_type != "http":
         return settings
     if not servers.urls:
-        raise ConfigError(f"one task is played on one server: name it in servers.urls, in place of "
+        raise ConfigError("a single task is played on one server: name the server in servers.urls, in place of "
                           f"servers.{servers.keys_in_use[0]}")
     return replace(settings, options={**settings.options, "url": servers.urls[0]})
 

@@ -196,8 +196,8 @@ class TrainerProcess(RunProcess):
         compared_fields = ("subset", "revision", "rows", "order")
         if any(getattr(own_source, field) != getattr(source, field) for field in compared_fields):
             raise TasksetError(
-                f"taskset {source.taskset} is {own_source.path} at {own_source.revision} for this trainer, and at "
-                f"{source.revision} for its explorer: start the trainer again, so that it takes the explorer's"
+                f"this trainer resolved taskset {source.taskset} ({own_source.path}) to {own_source.revision}, but its "
+                f"explorer to {source.revision}: restart the trainer, so that it takes the explorer's"
             )
 
     def _note_generated(self) -> None:

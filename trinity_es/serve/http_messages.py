@@ -37,7 +37,7 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
     try:
         json.loads(raw, object_pairs_hook=with_single_keys)
     except ValueError as e:
-        raise ApiError(f"the body is not clear: {e}") from e
+        raise ApiError(f"the body is ambiguous: {e}") from e
     unknown_fields = sorted(set(body) - fields)
     if unknown_fields:
         field = unknown_fields[0]
@@ -52,8 +52,9 @@ def require_local(request: Request) -> None:
     """
     for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):
-            raise ApiError(f"{header} {host!r} is another machine, and this proxy asks for no key: set "
-                           "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
+            raise ApiError(f"the header {header} names {host!r}, another machine, but this proxy asks for no key, so "
+                           "it serves only this machine: set explorer.proxy_without_key to false and send the "
+                           "key", status=403, code="not_local")
     if request.headers.get("sec-fetch-site") == "cross-site":
         raise ApiError("this proxy asks for no key, so it refuses requests from web pages of other sites: set "
                        "explorer.proxy_without_key to false and send the key", status=403, code="not_local")

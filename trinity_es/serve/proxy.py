@@ -78,7 +78,7 @@ def api_key(config: Config) -> str:
 
 
 class Proxy:
-    """HTTP server before the engines of a running system, on the event loop on which it is started.
+    """HTTP proxy in front of the engines of a running system; it runs on the event loop that starts it.
 
     The constructor raises WrongKey if there is no key, or if another user could have read it.
     """
@@ -259,10 +259,11 @@ class Proxy:
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
             raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
         if (longest := max(map(len, messages))) > NAME_LENGTH:
-            raise ApiError(f"msg_ids: one of them has {longest:,} characters: an id has {NAME_LENGTH} at most",
+            raise ApiError(f"msg_ids has an id of {longest:,} characters: an id has {NAME_LENGTH} at most",
                            param="msg_ids", code="invalid_value")
         if sum(map(len, messages)) > LIMIT // 2:
-            raise ApiError(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
+            raise ApiError(f"msg_ids has {len(messages)} ids, too many for one request: post them in several "
+                           "requests", param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
             raise wrong("reward", reward, "a finite number, of 1e30 at most")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
@@ -315,7 +316,8 @@ class Proxy:
             try:
                 answer, status = frames(response.aiter_raw()), response.status_code
                 if WANTED not in response.headers:
-                    raise EngineFailed("its server answered in another way than a runner's")
+                    raise EngineFailed("the engine's server did not answer as a runner's does: it may be "
+                                       "another program")
                 if _is_engine_failure(status):
                     raise EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
                 passed = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
@@ -328,7 +330,7 @@ class Proxy:
                 received = [frame async for frame in answer]
                 parts = [data for kind, data in received if kind == "b"]
                 if not parts:
-                    raise EngineFailed("its answer has no body")
+                    raise EngineFailed("the engine's answer has no body")
                 for kind, data in received:  # only now that it is whole: a request that is retried is recorded once
                     if kind == "r":
                         await self._record(data, engine)
@@ -367,8 +369,8 @@ class Proxy:
             if e.lost < MAX_LOST:
                 raise ApiError(str(e), status=503, code="no_engine") from e
             raise ApiError(
-                f"{e.lost} engines were lost while they answered this request ({e}), so no other one is given it: it "
-                "may be what ends them; see `trinity-es runners`", status=500, code="engines_lost",
+                f"{e.lost} engines were lost while they answered this request ({e}), so no other engine gets it: the "
+                "request may be what ends them; see `trinity-es runners`", status=500, code="engines_lost",
             ) from e
 
     async def _stream(
@@ -382,7 +384,7 @@ class Proxy:
         try:
             first = await anext(parts)
         except StopAsyncIteration:
-            raise EngineFailed("its stream was empty") from None
+            raise EngineFailed("the engine's answer was an empty stream") from None
         proxy, place = self, StreamPlace(path)
         is_whole = asyncio.Event()
 

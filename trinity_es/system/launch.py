@@ -105,7 +105,7 @@ def launch(
     claims: Sequence[Claim],
 ) -> dict[str, Any]:
     """Start the processes of this store's system, and return its admin. Parameters and errors: as `start_here`."""
-    remembered_log_end.require(config, claims)
+    remembered_log_end.require_remembered(config, claims)
     running = running_system.find_head(config)
     if running is not None:
         raise AlreadyRunning(
@@ -155,7 +155,7 @@ def _require_connections(config: Config, limit: int) -> None:
     needed = connections_needed(config)
     if limit < needed:
         raise ConfigError(
-            f"{config.masked()['store']['url']} lets this user have {limit} connections, and a run holds {needed} and "
+            f"{config.masked()['store']['url']} lets this user have {limit} connections, but a run holds {needed} or "
             "more: raise max_connections of its server, or the CONNECTION LIMIT of this user or database"
         )
 
@@ -189,8 +189,8 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY and hard_limit < LEAST_FILES:
         raise StartupError(
-            f"a process may open {hard_limit} files here, and those of an actor system need {LEAST_FILES} and more: "
-            "raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+            f"a process may open {hard_limit} files here, but the processes of an actor system need {LEAST_FILES} or "
+            "more: raise the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
         )
     reservation = _reserve_port(config)
     setup = {**setup, "port": reservation.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}

@@ -109,8 +109,8 @@ def _start_lock(path: Path) -> Iterator[None]:
             "%s starts a system in this log folder: waiting for it (it holds %s)", holder, path))
         if holder is not None:
             raise StartupError(
-                f"no system can be started: {holder} has held {path} for {START_LOCK_SECONDS:.0f} s, which each start "
-                "holds for its duration; resume it if it is suspended, or end it"
+                f"no system can be started: {holder} has held the lock for starts, {path}, for "
+                f"{START_LOCK_SECONDS:.0f} s. Resume that process if it is suspended, or end it"
             )
         yield
     finally:

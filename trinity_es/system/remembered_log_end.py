@@ -12,7 +12,7 @@ from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
 
-__all__ = ["folder", "memory", "require", "rewind_message"]
+__all__ = ["folder", "memory", "require_remembered", "rewind_message"]
 
 
 def folder(config: Config) -> str:
@@ -27,7 +27,7 @@ def memory(config: Config) -> Memory:
     return Memory.of(config.store.url, folder(config))
 
 
-def require(config: Config, others: Sequence[Claim] = ()) -> None:
+def require_remembered(config: Config, others: Sequence[Claim] = ()) -> None:
     """Raise LogRewound if the log lacks an event that this host remembers or that `others` claim; LogUnavailable."""
     own_memory = memory(config)
     try:
@@ -41,9 +41,9 @@ def require(config: Config, others: Sequence[Claim] = ()) -> None:
 
 
 def rewind_message(config: Config) -> str | None:
-    """Return the message of `require`'s LogRewound; None if the log has every event that this host remembers."""
+    """Return what is wrong if the log lacks an event that this host remembers, else None."""
     try:
-        require(config)
+        require_remembered(config)
     except LogRewound as e:
         return e.message
     return None

@@ -112,8 +112,8 @@ class _UnchangedFiles:
         if not is_unchanged:
             file = self._files[0]
             raise TasksetError(
-                f"{file} was changed while taskset {self._name} was in use: its rows are no longer "
-                "those that the cursor counts. Put the old file back, or start a new run",
+                f"{file} was changed while taskset {self._name} was in use, so its row numbers may now mean other "
+                "rows. Put the old file back, or start a new run",
                 file=str(file),
             )
 
@@ -161,8 +161,8 @@ class _Lines:
         start = 0
         for number, line in enumerate(iter(partial(f.readline, LINE_BYTES + 1), b""), 1):
             if len(line) > LINE_BYTES:
-                raise TasksetError(f"{self._file} line {number}: it has more than {LINE_BYTES:,} bytes: a file of rows "
-                                   "has an object a line", file=str(self._file), line=number)
+                raise TasksetError(f"{self._file} line {number} has more than {LINE_BYTES:,} bytes: write one JSON "
+                                   "object per line", file=str(self._file), line=number)
             skip = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
             if line[skip:].strip():
                 self._check_line(number, line[skip:])
@@ -177,8 +177,8 @@ class _Lines:
             row: Any = parse_row(line)
         except ValueError as e:
             if number == 1 and (line.startswith(_COMPRESSED) or self._file.suffix in (".csv", ".tsv")):
-                raise TasksetError(f"{self._file} is compressed or a table of texts, and rows are lines of JSON or "
-                                   "parquet: unpack or convert it", **details) from e
+                raise TasksetError(f"{self._file} is compressed, or a table in text form such as CSV, but rows are "
+                                   "lines of JSON or parquet: unpack or convert the file", **details) from e
             try:
                 line.decode()
             except UnicodeDecodeError as bad:
@@ -272,7 +272,7 @@ def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
     try:
         parquet_file = parquet.ParquetFile(file)
     except arrow.ArrowException as e:
-        raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
+        raise TasksetError(f"{file} is not a parquet file ({e})", file=str(file)) from e
     rows = TableRows(file, parquet_file.schema_arrow, config)
     for group in range(parquet_file.metadata.num_row_groups):
         columns.add(rows, partial(parquet_file.read_row_group, group))
@@ -287,12 +287,12 @@ def _dataset_rows(config: TasksetConfig, folder: Path) -> _Columns:
     if (folder / "dataset_dict.json").is_file():
         splits = _json_object(folder / "dataset_dict.json").get("splits", [])
         raise TasksetError(
-            f"taskset {config.name}: {folder} holds the splits {', '.join(map(str, splits))}: choose one with split",
+            f"taskset {config.name}: {folder} holds the splits {', '.join(map(str, splits))}: set split to one of them",
             **details,
         )
     raise TasksetError(
-        f"taskset {config.name}: {folder} can't be read (Is a directory): choose <split>.jsonl or <split>.parquet in "
-        "it with split; a Hugging Face dataset directory has a state.json", **details,
+        f"taskset {config.name}: {folder} is a directory without the state.json of a Hugging Face dataset. To take "
+        "<split>.jsonl or <split>.parquet in the directory, set split", **details,
     )
 
 
@@ -325,5 +325,5 @@ def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
                 for batch in stream:
                     columns.add(rows, partial(lambda batch: batch, batch))  # the file is mapped, not read
         except arrow.ArrowException as e:
-            raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
+            raise TasksetError(f"{file} is not an Arrow stream ({e})", file=str(file)) from e
     return columns

@@ -62,7 +62,7 @@ class Generated:
         except Exception as e:  # a family may raise anything
             raise TasksetError(
                 f"taskset {self._config.name}: {self._config.path} can't make row {row} ({type(e).__name__}: {e}): "
-                "change args", row=row,
+                "change the taskset's args", row=row,
             ) from e
 
 

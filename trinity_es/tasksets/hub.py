@@ -111,7 +111,8 @@ class HubRows:
             builder = self._datasets.load_dataset_builder(self.repository, self._subset, revision=self.revision)
             # Without the hub, `datasets` takes any cached revision.
             if isinstance(builder, _cache_builder_class()) or builder.hash != self.revision:
-                raise ConnectionError(f"the cache has commit {builder.hash}, subset {builder.config.name}")
+                raise ConnectionError(f"`datasets` fell back to its cache, which has commit {builder.hash}, subset "
+                                      f"{builder.config.name}")
         except (_hub_errors().HTTPError, ConnectionError, TimeoutError):
             if self._subset is not None or len(cached_folders) != 1:
                 raise
@@ -153,14 +154,14 @@ class HubRows:
         except errors.RevisionNotFoundError as e:
             raise TasksetError(f"{dataset}: there is no such revision: name a branch, a tag or a commit") from e
         except errors.RepositoryNotFoundError as e:
-            raise TasksetError(f"{dataset}: there is no such dataset, or it is private: look at its name, or set "
+            raise TasksetError(f"{dataset}: there is no such dataset, or it is private: check its name, or set "
                                "HF_TOKEN") from e
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
             reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_short(e)})"
             raise _Unreachable(dataset, reason, self._fetch_call(revision)) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
-            raise TasksetError(f"{dataset} can't be read ({_short(e)}): look at its subset and its split") from e
+            raise TasksetError(f"{dataset} can't be read ({_short(e)}): check its subset and its split") from e
 
 
 class _Unreachable(TasksetError):

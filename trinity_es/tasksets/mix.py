@@ -73,7 +73,8 @@ class Mix:
         taskset = next((t for t in self.tasksets if t.config.name == name), None)
         if taskset is None or row >= len(taskset):
             problem = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
-            raise TasksetError(f"taskset {name} {problem}, and the run began with row {row} of it: put it back")
+            raise TasksetError(f"taskset {name} {problem}, but a task of this run came from its row {row}: restore "
+                               "the taskset")
         return taskset.task(row)
 
     def _counts_taken(self, positions: Mapping[str, Cursor]) -> list[int]:

@@ -93,7 +93,7 @@ def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
     if family not in families:
         some_names = difflib.get_close_matches(family, families, n=3) or sorted(families)[:3]
         raise DataError(f"reasoning-gym {installed_version()} has no family {family!r}: {', '.join(some_names)} are "
-                        f"some of its {len(families)}")
+                        f"some of its {len(families)} families")
     parameters = [field.name for field in dataclasses.fields(families[family][1])]
     _require_names(f"reasoning_gym:{family}", arguments, parameters)
     try:
@@ -106,8 +106,8 @@ def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
 def _checked_family(part: Any) -> dict[str, Any]:
     """Return the arguments of `DatasetSpec` for a part of a composite. Raises DataError if they are refused."""
     if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
-        raise DataError(f"reasoning_gym:composite has {part!r} among its datasets: give {{name: FAMILY}}, and weight "
-                        "and config if they are not 1 and {}")
+        raise DataError(f"a dataset of reasoning_gym:composite is {part!r}: give {{name: FAMILY}}, with weight and "
+                        f"config if they are not 1 and {{}}")
     _require_names("a family of reasoning_gym:composite", part, ["name", "weight", "config"])
     _make_dataset(part["name"], part.get("config", {}))  # its error names the family and the argument
     return {"weight": 1.0, "config": {}, **part}
@@ -118,8 +118,8 @@ def _require_names(owner: str, arguments: Mapping[str, Any], parameters: Sequenc
     for name in arguments:
         if name not in parameters:
             similar_names = difflib.get_close_matches(name, parameters, n=1)
-            hint = f"did you mean {similar_names[0]}? it" if similar_names else "it"
-            raise DataError(f"{owner} has no parameter {name!r}: {hint} has {', '.join(parameters)}")
+            hint = f" (did you mean {similar_names[0]}?)" if similar_names else ""
+            raise DataError(f"{owner} has no parameter {name!r}{hint}: its parameters are {', '.join(parameters)}")
 
 
 def _require_package() -> Any:

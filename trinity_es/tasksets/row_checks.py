@@ -41,7 +41,7 @@ def parse_row(line: bytes) -> Any:
             json.loads(line, parse_int=_whole_number)
         return _without_nulls(orjson.loads(line))
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ class RowCheck:
         missing = [name for name in self.needed_keys(row) if name not in row]
         if missing:
             raise TasksetError(
-                f"{where}: its reward {self._reward(row)} needs {', '.join(missing)}, but the row has only "
-                f"{', '.join(list(row)[:20])}: set {', '.join(missing)} in reward_fn_args, or add it to the rows",
+                f"{where}: the reward {self._reward(row)} needs {', '.join(missing)}, but the row has only "
+                f"{', '.join(list(row)[:20])}: set {', '.join(missing)} in reward_fn_args, or add the key to the rows",
                 **details)
 
     def _reward(self, row: dict[str, Any]) -> str | None:
@@ -320,4 +320,4 @@ def _utf8_text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError as e:
-        raise ValueError(f"its bytes are not UTF-8 (byte {e.start}), so JSON can't hold them") from None
+        raise ValueError(f"the bytes are not UTF-8 (byte {e.start}), so JSON can't hold them") from None

@@ -42,9 +42,9 @@ def open_source(
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
-            f"taskset {config.name}: {config.path} has {_summary(source)} here, and the run in this log began with "
-            f"{_summary(recorded)}: {_remedy(config, recorded)}, or start a new run under another `name` "
-            "(another `store.url` where the config has one)"
+            f"taskset {config.name}: {config.path} has {_summary(source)} here, but the run in this log began with "
+            f"{_summary(recorded)}: {_remedy(config, recorded)}, or start a new run under another `name` (another "
+            "`store.url` if the config sets one)"
         )
     return rows, recorded or source
 
@@ -54,7 +54,7 @@ def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> 
     try:
         rows: RowFile = resolve(config.kind, registered("environment"), "environment")(config, recorded)
         if not isinstance(rows.revision, str):
-            raise TypeError(f"its revision is {rows.revision!r}, not a text")
+            raise TypeError(f"the revision of the rows is {rows.revision!r}, not a text")
         if not len(rows):
             raise TasksetError(f"taskset {config.name}: {config.path} is empty: a taskset has at least one row")
         [first_row] = rows.read([0])
@@ -87,9 +87,9 @@ def _require_same_source(config: TasksetConfig, recorded: TasksetSource) -> None
     for key, value in config_values.items():
         if value != recorded_values[key]:
             raise TasksetError(
-                f"taskset {config.name}: its {key} is {value} in the config, and the run in this log began with "
-                f"{recorded_values[key]}: put that back, or start a new run under another `name` "
-                "(another `store.url` where the config has one)"
+                f"taskset {config.name}: its {key} is {value} in the config, but the run in this log began with "
+                f"{recorded_values[key]}: put that value back, or start a new run under another `name` (another "
+                "`store.url` if the config sets one)"
             )
 
 

@@ -63,7 +63,8 @@ class Monitors:
         self._monitors: dict[str, Monitor] = {}
         unknown = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
         if unknown:
-            raise ConfigError(f"monitor.monitor_args has {min(unknown)!r}, which is not in monitor.monitor_type")
+            raise ConfigError(f"monitor.monitor_args has {min(unknown)!r}, which is not in monitor.monitor_type: add "
+                              "it there, or remove its arguments")
         for name in dict.fromkeys(n for n in settings.monitor_type if n != "jsonl"):
             make_monitor = find("monitor", name, registered("monitor"), _SHAPE)
             if hasattr(make_monitor, "of_run"):

@@ -62,7 +62,7 @@ class Publisher:
         except TrinityError:
             raise
         except TimeoutError as e:
-            raise SyncError(f"{command.name}: no answer within {timeout} s, the coordinator is away") from e
+            raise SyncError(f"the coordinator did not answer {command.name} within {timeout} s") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Have the engines load weights, a folder or named tensors, and return the coordinator's answer."""
@@ -109,10 +109,10 @@ class Publisher:
         model = self.config.explorer.rollout_model
         if model.engine_type in ("vllm", "http"):
             if not (folder / "config.json").is_file():
-                raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
+                raise SyncError(f"{folder} is not a checkpoint in HF format: it has no config.json")
             problem = unloadable(str(folder), *reference_shapes(model.model_path))
             if problem:  # once published, every engine that starts would need it
-                raise SyncError(f"version {version} was not published: {problem}")
+                raise SyncError(f"weights version {version} was not published: {problem}")
         version_before = current_weights(self.open_log()).version
         method = "memory" if memory_dir(self.config) in folder.parents else "checkpoint"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
@@ -157,7 +157,8 @@ class Publisher:
         """Make a group for `RolloutClient.setup_weight_sync_group`. `device`: this process's GPU."""
         model = self.config.explorer.rollout_model
         if self.config.synchronizer.sync_method != "nccl":
-            raise SyncError("engines are not ready to join a group: set synchronizer.sync_method to nccl")
+            raise SyncError("engines can't join a process group for weights with synchronizer.sync_method "
+                            f"{self.config.synchronizer.sync_method}: set it to nccl")
         reference, tied = reference_shapes(model.model_path)
         if meta is not None and reference is not None:
             problem = difference({str(name): list(shape) for name, _, shape in meta}, reference, tied)
@@ -224,7 +225,7 @@ class _ThreadedCall:
         """Wait for the call and return its result. Raises SyncError if it failed, or takes longer than `timeout` s."""
         self.thread.join(timeout)
         if self.thread.is_alive():
-            raise SyncError(f"the group for weights did not come together, or hangs, after {timeout:g} s")
+            raise SyncError(f"the process group for weights did not form, or hangs: no result after {timeout:g} s")
         if self.error is not None:
             raise SyncError(f"weights could not be sent: {self.error}") from self.error
         return self.value

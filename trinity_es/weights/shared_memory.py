@@ -47,7 +47,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     tensors = _checked_tensors(version, state)
     problem = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference(config, tensors))
     if problem:
-        raise SyncError(f"version {version} was not published: {problem}")
+        raise SyncError(f"weights version {version} was not published: {problem}")
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(f"there is no shared memory at {SHARED_MEMORY}: set synchronizer.sync_method to checkpoint")
     folder = path or memory_dir(config) / f"version_{version}-{uuid.uuid4().hex[:8]}"
@@ -56,8 +56,8 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     free = shutil.disk_usage(folder.parent).free
     if size + _SPARE_BYTES > free:
         raise SyncError(
-            f"version {version} was not published: it takes {size / 2**30:.2f} GiB of shared memory, and "
-            f"{free / 2**30:.2f} GiB are free in {SHARED_MEMORY}: enlarge it, or set synchronizer.sync_method to "
+            f"weights version {version} was not published: it takes {size / 2**30:.2f} GiB of shared memory, and "
+            f"{SHARED_MEMORY} has {free / 2**30:.2f} GiB free: enlarge it, or set synchronizer.sync_method to "
             "checkpoint"
         )
     partial_folder = folder.with_name(f".{folder.name}.part")
@@ -71,7 +71,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
                 shutil.copyfile(model / name, partial_folder / name)
         partial_folder.rename(folder)
     except OSError as e:
-        raise SyncError(f"version {version} was not published: {partial_folder} can't be written: {e}") from e
+        raise SyncError(f"weights version {version} was not published: {partial_folder} can't be written: {e}") from e
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
     return folder
@@ -82,8 +82,8 @@ def _make_own(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
         raise SyncError(
-            f"weights can't be published in {folder}: it belongs to another user, who could change them; have it "
-            "removed, or set synchronizer.sync_method to checkpoint"
+            f"weights can't be published in {folder}: the folder belongs to another user, who could change them. Have "
+            "it removed, or set synchronizer.sync_method to checkpoint"
         )
     folder.chmod(0o700)
 
@@ -105,7 +105,8 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises DataError for a value that is no tensor, SyncError for NaN or infinite values.
     """
     if not isinstance(state, Mapping) or not state:
-        raise DataError(f"weights are {type(state).__name__}: a folder, or a mapping from names to tensors is expected")
+        raise DataError(f"weights are {'empty' if isinstance(state, Mapping) else type(state).__name__}: a folder, or "
+                        "a mapping from names to tensors is expected")
     torch = sys.modules.get("torch")  # a process with tensors has imported torch
     tensors: dict[str, Any] = {}
     for name, value in state.items():
@@ -123,7 +124,7 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise DataError(f"weights[{name!r}] is a {type(value).__name__}: a torch tensor or numpy array is expected")
         if not is_finite:
-            raise SyncError(f"version {version} was not published: {name} holds NaN or infinite values")
+            raise SyncError(f"weights version {version} was not published: {name} holds NaN or infinite values")
     return tensors
 
 

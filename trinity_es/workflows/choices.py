@@ -59,9 +59,9 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
         if "Correct Answer" in row:
             self.question, self.choices, answer = _gpqa_question(row)
         if self.question is None:
-            raise DataError("the row has no question: set format.prompt_key to its key")
+            raise DataError("the row has no question: set format.prompt_key to the key of its question")
         if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
-            raise DataError("the row has no list of 2 to 26 'choices'")
+            raise DataError(f"the row's 'choices' are {self.choices!r:.100}: a list of 2 to 26 answers is expected")
         super().reset(task)
         self.truth = _letter(answer)
 

@@ -124,7 +124,8 @@ class _Judge:
             except subprocess.TimeoutExpired:
                 if _process_state(process.pid) != "S":  # it wants to run, and never got its CPU time
                     raise TimeoutError(
-                        f"the machine had less than {self.seconds:g} s of CPU time for a program") from None
+                        f"a judged program got less than {self.seconds:g} s of CPU time, because the machine is "
+                        "overloaded") from None
                 status, hung_seconds = None, _wall_seconds(self.seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -133,7 +134,7 @@ class _Judge:
         used_seconds = _cpu_seconds() - cpu_seconds_before
         # The hard limit of CPU time, which kills too, is a second later.
         if status == -signal.SIGKILL and used_seconds < max(1, round(self.seconds)):
-            raise ChildProcessError("a judged program was killed by the machine: is it out of memory?")
+            raise ChildProcessError("a judged program was killed: is the machine out of memory?")
         self.spent_seconds += hung_seconds or used_seconds
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
 
@@ -188,15 +189,15 @@ def _checks(truth: Any) -> list[_Check]:
         truth = [truth]
     checks: list[_Check] = []
     if isinstance(truth, dict) and truth.get("fn_name"):
-        raise DataError(f"the row's tests call the function {truth['fn_name']!r} with inputs: write them as texts, "
+        raise DataError(f"the row's tests call the function {truth['fn_name']!r} with inputs: write each test as code, "
                         "as in `assert add(1, 2) == 3` (format.response_key)")
     if isinstance(truth, dict) and "inputs" in truth and len(truth["inputs"]) == len(truth.get("outputs", ())):
         checks = list(zip(truth["inputs"], truth["outputs"], strict=True))
     elif isinstance(truth, list) and all(isinstance(test, str) for test in truth):
         checks = [_valid_test(test) for test in truth]
     if not checks:
-        raise DataError(f"the row's tests are {str(truth)[:60]!r}: a list of texts, or inputs and as many outputs, is "
-                        "expected (format.response_key)")
+        raise DataError(f"the row's tests are {str(truth)[:60]!r}: a list of texts with code, or `inputs` and as many "
+                        "`outputs`, is expected (format.response_key)")
     return checks
 
 
@@ -208,7 +209,8 @@ def _valid_test(test: str) -> str:
             compile(test, "tests.py", "exec")
             parsed = ast.parse(test)
     except (SyntaxError, ValueError) as e:
-        raise DataError(f"the row's test {test[:200]!r} is no Python ({e}): fix the row (format.response_key)") from e
+        raise DataError(f"the row's test {test[:200]!r} is not valid Python ({e}): fix the row "
+                        "(format.response_key)") from e
     if not any(map(_checks_something, parsed.body)):
         names = [node.name for node in parsed.body if isinstance(node, _DEFINITIONS)]
         advice = f"add a line that calls {names[0]}" if names else "write an `assert`"

@@ -53,7 +53,7 @@ def _guard(folder: str) -> None:
         elif event == "socket.__new__" and args[1] == AF_UNIX:
             return  # asyncio's loop has a pair of them; connect, bind and sendto are refused
         elif event == "resource.setrlimit" and args[0] == resource.RLIMIT_CPU:
-            raise PermissionError("a judged program may not change its CPU time")
+            raise PermissionError("a judged program may not change its limit of CPU time")
         elif event.startswith(_REFUSED):
             raise PermissionError(f"a judged program may not do this: {event}")
 

@@ -142,8 +142,8 @@ class MathDAPORewardFn(_Math):
         if enable_overlong_penalty:
             max_length, cache = max_response_length or 0, cache_length or 0
             if penalty_factor is None or not 0 < cache < max_length:
-                raise ConfigError("enable_overlong_penalty needs penalty_factor, and a cache_length of more than 0 and "
-                                  "less than max_response_length")
+                raise ConfigError("enable_overlong_penalty needs penalty_factor and 0 < cache_length < "
+                                  f"max_response_length, but these are {penalty_factor}, {cache} and {max_length}")
             self.limits = penalty_factor, max_length, cache
 
     def __call__(
@@ -159,7 +159,7 @@ class MathDAPORewardFn(_Math):
         if self.limits is None:
             return 0.0
         if ids is None:
-            raise ConfigError("enable_overlong_penalty needs the response's tokens: have the workflow give them, "
+            raise ConfigError("enable_overlong_penalty needs the response's tokens: have the workflow call "
                               "self.reward(response, completion_ids)")
         penalty, max_length, cache = self.limits
         excess = max(len(ids) - (max_length - cache), 0)

@@ -61,7 +61,7 @@ def tool_of(path: str) -> Tool:
         parameters = pydantic.TypeAdapter(function).json_schema()
         checking_function = pydantic.validate_call(function)
     except (pydantic.errors.PydanticUserError, TypeError) as e:
-        raise DataError(f"tool {path} has parameters that JSON has no form for: {e}") from e
+        raise DataError(f"the parameters of tool {path} can't be described by a JSON schema: {e}") from e
     description = {"name": function.__name__, "description": inspect.getdoc(function) or "", "parameters": parameters}
     return Tool(name=function.__name__, schema={"type": "function", "function": description}, call=checking_function)
 

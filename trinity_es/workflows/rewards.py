@@ -72,7 +72,8 @@ class Reward:
 
     def __init__(self, task: Task, workflow: Any = None) -> None:
         if task.reward_fn is None:
-            raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
+            raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute the reward in your "
+                                "workflow")
         reward: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
         self._name: Any = task.reward_fn
         self._row = task.raw_task or {}
@@ -163,8 +164,9 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 def _require_arguments(reward: Any, missing_names: Collection[str], available: Collection[str]) -> None:
     """Raise WorkflowError if arguments are missing; it names those that are available."""
     if missing_names:
-        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but there is only "
-                            f"{', '.join(dict.fromkeys(available))}: set it in reward_fn_args, or add it to the row")
+        raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but only "
+                            f"{', '.join(dict.fromkeys(available))} are available: set what is missing in "
+                            "reward_fn_args, or add it to the row")
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
@@ -174,17 +176,17 @@ def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
 
 def _signature_of(reward: Any, arguments: Mapping[str, Any]) -> _Signature:
     """Return the parameters of a function, or of a class's `__call__`. `arguments`: the `reward_fn_args`."""
-    is_class = isinstance(reward, type)  # built later, perhaps in a process that can be killed
+    is_class = isinstance(reward, type)  # its constructor is called later, so only `__call__` is looked at here
     try:
         signature = inspect.signature(reward.__call__ if is_class else reward)
         parameters = list(signature.parameters.values())[int(is_class) :]  # without `self`
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin has no signature: it is taken to accept a reward's usual arguments
         return _Signature(names=frozenset({"response", "prompt", "truth"}), has_kwargs=False, preset_names=frozenset())
     named_parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return _Signature(
         names=frozenset(p.name for p in named_parameters),
         has_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
-        preset_names=frozenset() if is_class else frozenset(arguments),
+        preset_names=frozenset() if is_class else frozenset(arguments),  # a class gets them in its constructor
         required_names=tuple(p.name for p in named_parameters if p.default is p.empty),
     )
 
@@ -205,8 +207,8 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     try:
         path = class_path(function)
     except TaskNotSerializable:
-        raise WorkflowError(f"{function!r} can't be used as a grader: give a function at the top of a module that can "
-                            "be imported") from None
+        raise WorkflowError(f"{function!r} can't be used as a grader: give a function at the top level of a module "
+                            "that can be imported") from None
     try:
         return path, orjson.dumps([args, kwargs])
     except TypeError as e:
@@ -222,7 +224,7 @@ def _call_in_grader(
     experiences = {name for name, value in values.items() if isinstance(value, Experience)}
     if refused := experiences & signature.names:
         raise WorkflowError(f"the reward {fields['reward_fn']} takes {', '.join(refused)}, an Experience, which can't "
-                            "be sent to a process of its own: take response and completion_ids instead, or leave out "
+                            "be sent to the grader's process: take response and completion_ids instead, or leave out "
                             "grader_timeout")
     plain_values = {name: value for name, value in values.items() if name not in experiences}
     grade = workflow.grade_async if type(workflow).is_async else workflow.grade

@@ -34,11 +34,11 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
                             "parts is expected")
         for part in content if isinstance(content, list) else ():
             if not _is_text(part):
-                raise DataError(f"message {i} of the prompt has the part {_quoted(part)}: only parts of text are "
-                                "supported, as {'type': 'text', 'text': ...}")
+                raise DataError(f"message {i} of the prompt has the part {_quoted(part)}: only text parts are "
+                                f"supported, as {{'type': 'text', 'text': ...}}")
     if prefix and prompt[-1]["role"] == "assistant":
-        raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its answer, "
-                        "too: leave out one of them")
+        raise DataError("the prompt ends with an assistant message, but format.reply_prefix begins the assistant's "
+                        "answer, too: leave out one of them")
 
 
 def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class SimpleWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take another task, with the default reward if it names none. Raises WorkflowError if there is no reward."""
+        """Take another task, with `default_reward` if it names no reward. Raises WorkflowError if both are missing."""
         if task.reward_fn is None:
             task = replace(task, reward_fn=self.default_reward)
         self.task = task

@@ -53,7 +53,7 @@ async def test_arguments_and_what_it_gives_are_plain_json(graders: Graders) -> N
     assert await graders.grade(path, call) == [["é", 1, None, {"a": [0.5]}], {"b": True}]
     with pytest.raises(WorkflowError, match=r"arguments of the grader .*:echo must be plain JSON"):
         call_of(faulty.echo, [object()], {})
-    with pytest.raises(WorkflowError, match="give a function at the top of a module"):
+    with pytest.raises(WorkflowError, match="give a function at the top level of a module"):
         call_of(lambda: 1.0, [], {})
 
 

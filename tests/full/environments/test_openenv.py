@@ -122,7 +122,7 @@ async def test_a_server_that_pings_is_answered_while_the_model_writes(narrow_ser
     ({"reset": {"fails": "invalid"}, "invalid_reward": -1}, "workflow", "in its own code, the action is not at fault"),
     ({"reset": {"fails": "no reward"}}, "workflow", "gave no reward"),
     ({"reset": {"fails": "hang"}, "answer_timeout": 0.5}, "timeout", "did not answer in time"),
-    ({"parser": f"{__name__}:no_action"}, "workflow", "no action: what is e?"),
+    ({"parser": f"{__name__}:no_action"}, "workflow", "not a valid action: what is e?"),
     ({"parser": f"{__name__}:unknown_fields"}, "workflow", "VALIDATION_ERROR"),
 ])
 async def test_what_fails_is_a_failure_of_its_kind(

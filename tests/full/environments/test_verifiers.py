@@ -250,7 +250,7 @@ async def test_a_run_that_goes_on_reads_the_tasks_that_it_began_with_or_says_why
     assert (source.path, source.revision, source.rows) == ("verifiers:letters-env", f"0.3 sha256:{digest}", ROWS)
     assert taskset(EIGHT, source).source == source
     for other in (replace(source, revision=f"0.2 sha256:{digest}"), taskset(THREE).source):
-        with pytest.raises(TasksetError, match=r"and the run in this log began with .* put its config back, or vers"):
+        with pytest.raises(TasksetError, match=r"but the run in this log began with .* put its config back, or vers"):
             taskset(EIGHT, other)
 
 

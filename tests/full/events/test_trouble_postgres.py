@@ -113,7 +113,7 @@ def test_who_is_not_let_in_is_told_by_whom_and_the_way_out(
     assert (done.exit_code, store["verdict"] in ("wrong", "missing")) == (1, True)
     assert re.search(finds or says, store["told"])
     if "LIMIT" in role:
-        with pytest.raises(ConfigError, match="lets this user have 4 connections, and a run holds 6 and more: raise"):
+        with pytest.raises(ConfigError, match="lets this user have 4 connections, but a run holds 6 or more: raise"):
             lifecycle.start(Config.from_dict(config, folder=tmp_path))
         with psycopg.connect(url) as connection:  # it began nothing
             assert connection.execute("SELECT count(*) FROM es_event").fetchone() == (0,)

@@ -157,7 +157,7 @@ def test_up_waits_for_all_engines_and_is_refused_twice_and_down_ends_all(nodes: 
         assert "the head and 1 hosts" in done.stdout
         again = say(nodes, "up", "--on", "ray", str(config))
         assert again.returncode != 0
-        assert "Ray has this run already" in again.stderr
+        assert "this run is already on Ray" in again.stderr
         done = say(nodes, "down", "--on", "ray", str(config))
         assert "ended the run on all nodes" in done.stdout, done.stderr
         assert ours(config) == []

@@ -154,7 +154,7 @@ def test_async_worker_and_weight_transfer_do_what_the_trainer_does_with_them(
     assert told["second"][: len(again)] == again
     assert told["arrays"] == ["int64", "int64", "float32"]
     assert "sample/dropped_stale_total" not in told["metrics"]
-    assert told["stopped"] == "the rollouts do not run: call start()"
+    assert told["stopped"] == "the rollouts are not running: call start()"
     with trinity_es.open_log(trinity_es.load_config(config).store.url) as log:
         submitted = [recorded.stream for recorded in log.read(types=["BatchSubmitted"])]
     assert len(submitted) == len(set(submitted))

@@ -193,7 +193,7 @@ def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_
     for acknowledged in ([], [("0/trl-train-0", 2)]):
         trainer.end_step(made)
         assert client.acknowledged == acknowledged
-    with pytest.raises(ConfigError, match="save_steps is 3, and each generation serves 2 steps"):
+    with pytest.raises(ConfigError, match="save_steps is 3, but each generation lasts 2 steps"):
         begin(made, StandInTrainer(ROWS, steps_per_generation=2, save_steps=3))
     trainer.state.global_step = 3
     with pytest.raises(ConfigError, match="the checkpoint of step 3 lies within a generation"):
@@ -202,7 +202,7 @@ def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_
 
 @pytest.mark.parametrize(("asked", "said"), [
     ("bbaa", "'0/trl-train-0' is in the log with other prompts"),
-    ("abab", "no groups of 2 equal ones: prompt 1 differs"),
+    ("abab", "groups of 2 equal prompts: prompt 1 differs"),
 ])
 def test_other_prompts_than_those_stored_are_refused(
     tmp_path: Path, client: StandInClient, asked: str, said: str
@@ -273,7 +273,7 @@ def test_the_last_experience_of_a_run_is_its_row(tmp_path: Path, client: StandIn
 
 def test_rows_that_can_t_be_told_apart_by_their_prompts_are_refused(tmp_path: Path, client: StandInClient) -> None:
     rows = [*ROWS, {"prompt": "a=", "answer": "A"}]
-    with pytest.raises(DataError, match="rows 0 of trl-train and 2 of trl-train have the same prompt and differ in an"):
+    with pytest.raises(DataError, match="row 0 of trl-train and row 2 of trl-train have the same prompt and dif"):
         generated(tmp_path, StandInTrainer(rows))
     generated(tmp_path, StandInTrainer(rows), columns=[])
     assert [t["raw_task"] for t in client.submitted["0/trl-train-0"]] == [{"prompt": "a="}, {"prompt": "b="}]
@@ -349,7 +349,7 @@ def test_a_stream_of_more_than_prompts_is_refused_unless_no_columns_are_asked_fo
 
 
 def test_what_can_t_be_served_is_refused(tmp_path: Path, client: StandInClient) -> None:
-    with pytest.raises(ConfigError, match="operators works on rewards"):
+    with pytest.raises(ConfigError, match="operators needs rewards"):
         rollouts(tmp_path, reward_fn=None)
     for name, value, said in (("reward_funcs", [torch.nn.Linear(1, 1)], "reward_funcs has a model"),
                               ("use_vllm", True, "use_vllm"), ("tools", [print], "has tools")):
@@ -372,14 +372,14 @@ def of_all(prompts: list[str], completions: list[str], answer: list[str], rollou
 def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
     tmp_path: Path, client: StandInClient
 ) -> None:
-    said = ("the reward exact asks for 'answr', which no row has: the data has the columns answer, prompt; did you "
-            "mean answer?")
+    said = ("the reward exact asks for 'answr', but the rows have no such column: the data has the columns answer, "
+            "prompt; did you mean answer?")
     with pytest.raises(ConfigError, match=re.escape(said)):
         rollouts(tmp_path).check(StandInTrainer(ROWS, reward_funcs=[rollout_reward, exact]))
     with pytest.raises(ConfigError, match=re.escape(said)):
         rollouts(tmp_path, reward_fn=f"{__name__}:exact").check(StandInTrainer(ROWS, reward_funcs=[rollout_reward]))
-    left_out = ("the reward of_all asks for 'answer', which the data has and columns=[] leaves out: add 'answer' to "
-                "columns, or leave columns out: tasks get all then")
+    left_out = ("the reward of_all asks for 'answer', a column of the data that columns=[] leaves out: add 'answer' to "
+                "columns, or omit columns, so that tasks get all")
     with pytest.raises(ConfigError, match=re.escape(left_out)):
         rollouts(tmp_path, reward_fn=f"{__name__}:of_all", columns=[], reward_fn_args={"rollout_id": ["x"]}).check(
             StandInTrainer(ROWS, reward_funcs=[rollout_reward]))

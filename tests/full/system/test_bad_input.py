@@ -100,7 +100,7 @@ def test_whatever_an_argument_is_the_error_is_one_of_ours(shared: RolloutClient,
     [
         (Task(workflow=cast(Any, 10**400)), "is no class"),
         (Task(workflow=SleepWorkflow, reward_fn=cast(Any, 3)), "is no class"),
-        (Task(workflow=SleepWorkflow, raw_task={"a": _HELD}), "holds itself"),
+        (Task(workflow=SleepWorkflow, raw_task={"a": _HELD}), "contains itself"),
         (Task(workflow=SleepWorkflow, raw_task=cast(Any, [1])), "raw_task is a list: a mapping"),
         (Task(workflow=SleepWorkflow, format_args=cast(Any, 3)), "format_args is a int: a mapping"),
         (Task(workflow=SleepWorkflow, workflow_args={"judge": lambda x: x}), r"workflow_args\.judge"),

@@ -169,5 +169,5 @@ def test_p35_the_log_of_a_run_is_not_benchmarked_into(tmp_path: Path) -> None:
     path = bench_config(tmp_path / "run")
     log = tmp_path / "log.sqlite"
     write(log, history("0" * 64))
-    with pytest.raises(ConfigError, match="holds a run; a benchmark has a log of its own"):
+    with pytest.raises(ConfigError, match="holds a run, but a benchmark needs a log of its own"):
         Explorer(load_config(path, ["mode=bench", f"store.url=sqlite:///{log}"])).locate()

@@ -107,7 +107,7 @@ def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it
         assert other.status()["system"]
     (tmp_path / "other").write_text("0" * 64)
     (tmp_path / "other").chmod(0o600)
-    with pytest.raises(WrongKey, match="does not fit"):
+    with pytest.raises(WrongKey, match="is not the key of the actor system"):
         trinity_es.connect(scripted(tmp_path, system={"address": "127.0.0.2", "key_file": str(tmp_path / "other")}))
     play_batch(client, 2, sleepers(1))
 
@@ -205,10 +205,10 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     began = time.monotonic()
     with pytest.raises(WrongKey, match=f"{missing} can't be read .*{KEY_VARIABLE}"):
         trinity_es.connect(scripted(folder, system={"key_file": str(missing)}))
-    with pytest.raises(WrongKey, match=f"does not fit: it is from the file {wrong}"):
+    with pytest.raises(WrongKey, match=f"the key from the file {wrong} is not the key of"):
         trinity_es.connect(scripted(folder, system={"key_file": str(wrong)}))
     monkeypatch.setenv(KEY_VARIABLE, "1" * 64)
-    with pytest.raises(WrongKey, match=f"does not fit: it is from the environment variable {KEY_VARIABLE}"):
+    with pytest.raises(WrongKey, match=f"the key from the environment variable {KEY_VARIABLE}"):
         trinity_es.connect(scripted(folder))
     assert time.monotonic() - began < 5
     monkeypatch.setenv(KEY_VARIABLE, Path(running_system.key_file(client.config)).read_text().strip())

@@ -206,7 +206,7 @@ async def test_p34_a_trainer_that_can_not_give_its_weights_says_so_before_it_tra
     config = load_config(memory_config(tmp_path / "run", **{"class": "tests.helpers.runs:SteadyTrainer"}))
     explorer = Explorer(config)
     try:
-        with pytest.raises(ConfigError, match=r"SteadyTrainer has no state_dict\(\)"):
+        with pytest.raises(ConfigError, match=r"SteadyTrainer has no method state_dict\(\)"):
             await explorer.prepare()
     finally:
         await explorer.shutdown()

@@ -181,7 +181,7 @@ def test_a_complete_run_is_shown_not_repeated_and_goes_on_with_more_steps(tmp_pa
     before = outcome(config)
     again = cli("run", path)
     assert again.exit_code == 2
-    assert "it is complete (step 2)" in again.stderr
+    assert "the run is complete (step 2)" in again.stderr
     shown = cli("resume", "--json", path)
     assert shown.exit_code == 0, shown.stderr
     assert json.loads(shown.stdout)["train_batches"] == 2

@@ -174,5 +174,5 @@ def test_the_command(recorded: trinity_es.Log, tmp_path: Path) -> None:
     assert data["not_modelled"]
     assert cli("what-if", "77", "--log", url).exit_code == 2
     assert cli("what-if", "--runners", "0", "--log", url).exit_code == 2
-    with pytest.raises(DataError, match="none of these"):
+    with pytest.raises(DataError, match="none of the chosen batches"):
         predict(recorded, [77])

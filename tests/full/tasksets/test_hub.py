@@ -123,10 +123,10 @@ def test_subsets_and_splits_are_chosen_and_those_that_are_not_there_are_named(da
     assert dataset.prompts(subset="hard")[1] == ["hard"]
     assert dataset.prompts(subset="easy")[1] == ["easy"]
     assert "easy" in dataset.open()["error"]
-    assert "look at its subset and its split" in dataset.open(subset="none")["error"]
+    assert "check its subset and its split" in dataset.open(subset="none")["error"]
     refused = dataset.open(subset="hard", split="test")["error"]
     assert "test" in refused
-    assert "look at its subset and its split" in refused
+    assert "check its subset and its split" in refused
 
 
 def push_subsets(dataset: Dataset, default: str = "") -> None:
@@ -159,7 +159,7 @@ def test_without_a_subset_and_none_that_is_the_default_one_the_cache_does_not_ch
     assert dataset.prompts(subset="hard")[1] == ["hard"]
     refused = dataset.open()["error"]
     assert "easy" in refused
-    assert "look at its subset and its split" in refused
+    assert "check its subset and its split" in refused
 
 
 def test_a_dataset_that_is_not_there_or_has_no_prompts_is_named(dataset: Dataset) -> None:
@@ -256,7 +256,7 @@ def test_a_run_that_was_killed_goes_on_with_the_rows_that_it_began_with_though_t
     code, _, err = finish("run", path, "--set", "buffer.explorer_input.tasksets[0].revision=v2", cwd=tmp_path,
                           **variables)
     assert code == 2
-    assert f"its revision is v2 in the config, and the run in this log began with the main branch, which was commit " \
+    assert f"its revision is v2 in the config, but the run in this log began with the main branch, which was commit " \
            f"{commit}" in " ".join(err.split())
     code, _, err = finish("resume", path, cwd=tmp_path, **variables)
     assert code == 0, err

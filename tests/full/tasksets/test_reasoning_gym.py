@@ -74,17 +74,17 @@ def test_what_reasoning_gym_has_not_is_refused_by_name(opened: Opened) -> None:
 @pytest.mark.parametrize(("part", "said"), [
     ({"name": "leg_countin"}, "no family 'leg_countin': leg_counting"),
     ({"name": "leg_counting", "config": {"max_animal": 3}},
-     "reasoning_gym:leg_counting has no parameter 'max_animal': did you mean max_animals? it has "),
+     "reasoning_gym:leg_counting has no parameter 'max_animal' (did you mean max_animals?): its parameters are "),
     ({"name": "leg_counting", "config": {"max_animals": -3}}, "reasoning_gym:leg_counting refuses max_animals = -3: "),
-    ({"name": "leg_counting", "wight": 3}, "no parameter 'wight': did you mean weight? it has name, weight, config"),
-    ("leg_counting", "has 'leg_counting' among its datasets: give {name: FAMILY}"),
-    ({"name": ["leg_counting"]}, "has {'name': ['leg_counting']} among its datasets"),
+    ({"name": "leg_counting", "wight": 3}, "no parameter 'wight' (did you mean weight?): its parameters are name"),
+    ("leg_counting", "composite is 'leg_counting': give {name: FAMILY}"),
+    ({"name": ["leg_counting"]}, "composite is {'name': ['leg_counting']}: give"),
 ])
 def test_what_a_family_of_a_composite_has_not_is_refused_by_its_name(opened: Opened, part: Any, said: str) -> None:
     parts = [{"name": "spell_backward"}, part]
     assert said in opened(name="t", path="reasoning_gym:composite", args={"datasets": parts})["error"]
     alone = opened(name="t", path="reasoning_gym:composite", args={"datasets": 5})["error"]
-    assert "has 5 among its datasets" in alone
+    assert "a dataset of reasoning_gym:composite is 5: give" in alone
 
 
 BY_CHANCE = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}

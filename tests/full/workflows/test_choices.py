@@ -43,7 +43,7 @@ async def test_the_choices_of_gpqa_have_an_order_of_their_own_that_is_always_the
 
 
 @pytest.mark.parametrize(("row", "says"), [
-    ({"prompt": "?", "answer": 0}, "no list of 2 to 26 'choices'"),
+    ({"prompt": "?", "answer": 0}, "the row's 'choices' are None: a list of 2 to 26 answers"),
     ({"prompt": "?", "choices": ["a", "b"], "answer": "Rome"}, "the row's answer is 'Rome': a letter or a number"),
 ])
 async def test_a_row_without_choices_or_letter_is_the_datas_fault(pool: WorkerPool, row: Any, says: str) -> None:

@@ -120,7 +120,7 @@ def test_a_program_has_neither_the_environment_nor_the_verdict(monkeypatch: pyte
 
 def test_a_machine_without_time_for_a_program_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "_process_state", lambda pid: "R")
-    with pytest.raises(TimeoutError, match="the machine had less than 1 s of CPU time for a program"):
+    with pytest.raises(TimeoutError, match="a judged program got less than 1 s of CPU time"):
         judged("import time; time.sleep(60)", seconds=1.0)
 
 
@@ -165,7 +165,7 @@ async def test_a_program_that_the_machine_kills_has_no_verdict(pool: WorkerPool)
     finally:
         playing.cancel()
     assert [kind for _, kind, _ in done.failures] == ["grader"]
-    assert "was killed by the machine" in done.failures[0][2]
+    assert "a judged program was killed: is" in done.failures[0][2]
 
 
 def _judged_process() -> psutil.Process | None:
@@ -174,10 +174,10 @@ def _judged_process() -> psutil.Process | None:
 
 
 @pytest.mark.parametrize(("truth", "says"), [
-    ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "call the function 'add' with inputs: write them as"),
+    ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "call the function 'add' with inputs: write each test"),
     *((truth, "the row's tests are ") for truth in (
         None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []})),
-    *(([*ADDS, test], "is no Python") for test in ("assert add(1, 2 == 3", "assert add(1, 2) = 3", "assert\0")),
+    *(([*ADDS, test], "is not valid Python") for test in ("assert add(1, 2 == 3", "assert add(1, 2) = 3", "assert\0")),
 ])
 def test_tests_that_can_not_be_played_are_the_datas_fault_and_no_zero(truth: Any, says: str) -> None:
     with pytest.raises(DataError, match=says):

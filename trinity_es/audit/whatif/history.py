@@ -75,7 +75,7 @@ class PastBatch:
     state: BatchState | None = None
     took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
     """Durations by (task, run, attempt)."""
-    rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    overheads: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     """Overhead of each unit, by (task, first run, attempt): seconds in its place beyond those of its runs, and seconds
     from there until its outcome was in the log."""
     due_at: float | None = None
@@ -113,10 +113,10 @@ class PastBatch:
         return 0.0 if self.ended_at is None or self.pipeline_at is None else self.ended_at - self.pipeline_at
 
     @cached_property
-    def usual_rest(self) -> tuple[float, float]:
-        """Return the median overhead of a unit in its place, and until its outcome was in the log, in seconds."""
-        rests = list(self.rest.values())
-        return (median(r[0] for r in rests), median(r[1] for r in rests)) if rests else (0.0, 0.0)
+    def usual_overheads(self) -> tuple[float, float]:
+        """Return the median of both overheads of a unit, in seconds; (0, 0) without units."""
+        overheads = list(self.overheads.values())
+        return (median(o[0] for o in overheads), median(o[1] for o in overheads)) if overheads else (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class History:
     anchors: list[tuple[float, Anchor]]
     """Anchors in order of time; the first is ("begin", None)."""
 
-    def before(self, at: float) -> tuple[Anchor, float]:
+    def last_anchor_before(self, at: float) -> tuple[Anchor, float]:
         """Return the last anchor before this time, and the seconds since then."""
         first = self.anchors[0]
         when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)

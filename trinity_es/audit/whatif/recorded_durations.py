@@ -78,7 +78,8 @@ def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | N
     members = rows if chosen is None else [r for r in rows if any(_overlap(r, other) for other in selected)]
     members = [r for r in members if r.batch_type != "collect" and r.tasks]
     if not members:
-        raise DataError("none of these batches can be replayed: they have no tasks, or are a Scheduler's")
+        raise DataError("none of the chosen batches can be simulated: choose batches that have tasks and were not "
+                        "submitted by a Scheduler")
     group: list[BatchRow] = []
     last_end_at = 0.0
     for row in members:
@@ -283,7 +284,7 @@ def _set_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[s
         heapq.heappush(place_ends, played_at)
         seconds = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
         overhead = max(0.0, flight.seconds - combined(seconds, sequential=is_sequential))
-        flight.batch.rest[key] = (overhead, flight.ended_at - played_at)
+        flight.batch.overheads[key] = (overhead, flight.ended_at - played_at)
 
 
 def _lives(log: Log, last: int) -> list[Life]:

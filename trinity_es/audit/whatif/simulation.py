@@ -48,7 +48,7 @@ class _Runner:
     def __init__(self, name: str, places: int) -> None:
         self.name, self.places = name, places
         self.incarnation, self.is_ready, self.version = 0, False, 0
-        self.load_count = 0
+        self.loads_in_progress = 0
         """Number of weights versions that it loads now; it gets no units meanwhile."""
         self.unit_seconds: float | None = None
         self.waiting: deque[tuple[Unit, float, float, UnitOutcome]] = deque()
@@ -117,7 +117,7 @@ class Simulation:
             for call in self.waiting_calls.pop(anchor, []):
                 call()
 
-    def when(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
+    def after_anchors(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
         """Call `call` the given time after the last of these anchors is reached."""
         missing = {a for a in anchors if a not in self.reached_at}
 
@@ -150,7 +150,7 @@ class Simulation:
         def start() -> None:
             runner = self.runners.setdefault(name, _Runner(name, places))
             runner.places = self.settings.max_concurrency or places
-            runner.incarnation, runner.is_ready, runner.load_count = incarnation, True, 0
+            runner.incarnation, runner.is_ready, runner.loads_in_progress = incarnation, True, 0
             runner.unit_seconds = self.past.unit_seconds if ready_at <= self.begun_at else None
             self.dispatch()
 
@@ -168,18 +168,18 @@ class Simulation:
             self.dispatch()
 
         if ready_at <= self.begun_at:
-            self.when([("begin", None)], 0.0, start)
+            self.after_anchors([("begin", None)], 0.0, start)
         else:
-            anchor, seconds = self.past.before(ready_at)
-            self.when([anchor], seconds, start)
+            anchor, delay = self.past.last_anchor_before(ready_at)
+            self.after_anchors([anchor], delay, start)
         if ended_at is not None:
-            anchor, seconds = self.past.before(ended_at)
-            self.when([anchor], seconds, die)
+            anchor, delay = self.past.last_anchor_before(ended_at)
+            self.after_anchors([anchor], delay, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
         """Plan the submission of a batch, its caller's wait, its abort or its train step, as recorded."""
-        anchor, seconds = self.past.before(batch.submitted_at)
-        self.when([anchor], seconds, lambda: self.submit(batch))
+        anchor, delay = self.past.last_anchor_before(batch.submitted_at)
+        self.after_anchors([anchor], delay, lambda: self.submit(batch))
         anchors: list[Anchor] = [("submit", batch.batch_id)]
         earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
                    and b.submitted_at < batch.submitted_at and b.ended_at is not None]
@@ -188,28 +188,28 @@ class Simulation:
             anchors.append(("end", earlier[-1].batch_id))
         delay = 0.0
         if batch.asked_late and batch.finalizing_at is not None:
-            anchor, delay = self.past.before(batch.finalizing_at)
+            anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
             anchors = [("submit", batch.batch_id), anchor]
             delay = min(delay, batch.finalizing_at - batch.submitted_at)
-        self.when(anchors, delay, lambda: self.await_batch(batch.batch_id))
+        self.after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
-            anchor, seconds = self.past.before(batch.ended_at)
-            self.when([("submit", batch.batch_id), anchor], seconds, lambda: self.abort(batch.batch_id))
+            anchor, delay = self.past.last_anchor_before(batch.ended_at)
+            self.after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
         for addition in (a for a in batch.additions if a.missing is None):
-            anchor, seconds = self.past.before(addition.added_at)
+            anchor, delay = self.past.last_anchor_before(addition.added_at)
             add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
-            self.when([("submit", batch.batch_id), anchor], seconds, add_tasks)
+            self.after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
             anchors = [("end", batch.batch_id), *previous[-1:]]
             begun_at = max(at for at, a in self.past.anchors if a in anchors)
-            self.when(anchors, batch.trained_at - begun_at, lambda: self.reach(("trained", batch.batch_id)))
+            self.after_anchors(anchors, batch.trained_at - begun_at, lambda: self.reach(("trained", batch.batch_id)))
 
     def _plan_weights(self, change: WeightsUpdate) -> None:
         """Plan the publication of weights; runners without a recorded load take the median time."""
-        anchor, seconds = self.past.before(change.published_at)
+        anchor, delay = self.past.last_anchor_before(change.published_at)
         median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
         def publish() -> None:
@@ -218,17 +218,17 @@ class Simulation:
                 if runner.is_ready:
                     load_seconds = change.loads.get(runner.name, median_seconds)
                     longest = max(longest, load_seconds)
-                    runner.load_count += 1
+                    runner.loads_in_progress += 1
                     self.after(load_seconds, partial(end_load, runner, runner.incarnation))
             self.after(longest, lambda: self.reach(("weights", change.version)))
 
         def end_load(runner: _Runner, incarnation: int) -> None:
-            if runner.incarnation == incarnation and runner.load_count:
-                runner.load_count -= 1
+            if runner.incarnation == incarnation and runner.loads_in_progress:
+                runner.loads_in_progress -= 1
                 runner.version = change.version
                 self.dispatch()
 
-        self.when([anchor], seconds, publish)
+        self.after_anchors([anchor], delay, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
     def record(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
@@ -342,7 +342,7 @@ class Simulation:
                 name=r.name, incarnation=r.incarnation, model_version=r.version, places=r.places,
                 load=load[r.name, r.incarnation], limit=r.places + ahead(r.places, r.unit_seconds),
             )
-            for r in self.runners.values() if r.is_ready and not r.load_count
+            for r in self.runners.values() if r.is_ready and not r.loads_in_progress
         ]
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
             self.record(state.batch_id, [event])
@@ -405,7 +405,7 @@ class Simulation:
         past = self.past_batches[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         durations = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
-        overhead, delay = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_rest
+        overhead, delay = past.overheads.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_overheads
         seconds = combined([d.seconds for d in durations], sequential=self.is_sequential) + overhead
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
         for run, duration in zip(runs, durations, strict=True):

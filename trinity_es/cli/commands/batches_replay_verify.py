@@ -130,8 +130,9 @@ def show(
     """
     if numbers:
         if len(numbers) > 2 or task is not None or run is not None:
-            raise typer.BadParameter("name a task and a run once, as in `show 3 7 1` or `show 3 --task 7 --run 1`, or "
-                                     "an experience by its id, as in `show 3/7/1/0/ab12cd`", param_hint="[TASK [RUN]]")
+            raise typer.BadParameter("give the task and the run only once, as in `show 3 7 1` or `show 3 --task 7 "
+                                     "--run 1`, or an experience by its id, as in `show "
+                                     "3/7/1/0/ab12cd`", param_hint="[TASK [RUN]]")
         task, run = numbers[0], numbers[1] if len(numbers) > 1 else None
     limit = None if every or as_json else MOST_TASKS
     with common.open_chosen(log, config) as opened:

@@ -45,7 +45,8 @@ def diff(
     if other is None:
         is_different = _show_moments(batch_or_log, at or [], open_chosen(log, config), as_json)
     elif at:
-        raise typer.BadParameter("two logs are compared whole: --at is for one batch", param_hint="--at")
+        raise typer.BadParameter("two logs are compared as a whole: leave out --at, which is for one "
+                                 "batch", param_hint="--at")
     else:
         is_different = _show_logs(batch_or_log, other, as_json)
     if is_different:

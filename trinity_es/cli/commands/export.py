@@ -51,7 +51,8 @@ def export(
     if not any((experiences, events, trace, html)):
         raise typer.BadParameter("name at least one file: --experiences, --events, --trace or --html")
     if html is not None and len(batches or ()) != 1:
-        raise typer.BadParameter("a page shows one batch: name it, as in `trinity-es export 3 --html batch-3.html`",
+        raise typer.BadParameter("an HTML page shows one batch: name the batch, as in `trinity-es export 3 --html "
+                                 "batch-3.html`",
                                  param_hint="--html")
     _require_writable([file for file in (experiences, events, trace, html) if file is not None], force=force)
     started_at = time.monotonic()
@@ -84,7 +85,7 @@ def _require_writable(files: list[Path], *, force: bool) -> None:
         if file.resolve() in {other.resolve() for other in files[:number]}:
             raise typer.BadParameter(f"{file} is named twice: each export needs a file of its own")
         if file.is_symlink() or (file.exists() and not file.is_file()):
-            raise typer.BadParameter(f"{file} is no plain file: name another one")
+            raise typer.BadParameter(f"{file} is not a regular file: name another one")
         if not file.exists():
             continue
         with file.open("rb") as existing:

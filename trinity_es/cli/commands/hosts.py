@@ -102,7 +102,8 @@ def hosts(
       trinity-es hosts drain gpu-7 --config config.yaml --reason "its disk is replaced"
     """
     if action not in (None, "drain") or (action is None) != (name is None):
-        raise typer.BadParameter("use `hosts` to list them, or `hosts drain NAME`")
+        raise typer.BadParameter("use `trinity-es hosts` to list the hosts, or `trinity-es hosts drain NAME` to drain "
+                                 "one")
     settings = settings_of(config, log)
     if name is not None:
         with connect(settings) as client:

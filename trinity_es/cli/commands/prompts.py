@@ -74,7 +74,8 @@ def _taskset(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSo
     if config.kind == "file" and (source is None or config.data_selector is not None):
         return Taskset(config, recorded=source)
     if source is None:
-        raise TasksetError(f"taskset {config.name}: the log does not say what {config.path} was")
+        raise TasksetError(f"taskset {config.name}: the log has no record of the source {config.path}, so its rows "
+                           "can't be read")
     return Taskset(config, rows=_EmptyRows(source.rows))
 
 

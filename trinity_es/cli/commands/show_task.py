@@ -47,8 +47,8 @@ def show_task(
     row = history.made.get(run)
     if row is None:
         completed = ", ".join(map(str, sorted(history.made))) or "none"
-        raise BatchNotFound(f"batch {batch_id} task {task} has no completed run {run} (it has {completed}): "
-                            f"{history.state}{history.reason and f', {history.reason}'}")
+        raise BatchNotFound(f"task {task} of batch {batch_id} has no completed run {run} (completed: {completed}). The "
+                            f"task is {history.state}{history.reason and f': {history.reason}'}")
     [result] = read_runs(log, batch_id, [row], history.delivered)
     experiences = [(e, e.eid.uid in result.delivered) for e in result.experiences]
     missing = result.missing or result.trouble or None
@@ -56,7 +56,7 @@ def show_task(
         uids = ", ".join(e.eid.uid for e, _ in experiences) or "none"
         experiences = [(e, delivered) for e, delivered in experiences if e.eid.uid == eid]
         if not experiences and missing is None:
-            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; it has {uids}")
+            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; its experiences: {uids}")
     weights = _weights_documents(log, row, [e for e, _ in experiences])
     if as_json:
         print_json({

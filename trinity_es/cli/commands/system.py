@@ -155,7 +155,7 @@ def up(
         _up_on_ray(settings, hosts, wait=not no_wait, standby=standby, as_json=as_json)
         return
     if hosts is not None:
-        raise typer.BadParameter("--hosts goes with --on ray; without it, hosts come with `trinity-es join`")
+        raise typer.BadParameter("--hosts needs --on ray: without Ray, each host joins by `trinity-es join`")
     if standby:
         wait_to_lead(settings)
     started_at = time.monotonic()

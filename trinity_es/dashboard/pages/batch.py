@@ -105,15 +105,15 @@ def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: 
     state, window = timeline.state, window_of(timeline, request.now, is_dead=is_dead)
     sort, task_state = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
     descending = request.choice("order", ("up", "down"), "up") == "down"
-    chosen = tasks_of(timeline, task_state, sort, descending)
-    number, pages = request.page_of(len(chosen), TASKS_PER_PAGE)
-    shown = chosen[(number - 1) * TASKS_PER_PAGE : number * TASKS_PER_PAGE]
+    selected_tasks = tasks_of(timeline, task_state, sort, descending)
+    page_number, pages = request.page_of(len(selected_tasks), TASKS_PER_PAGE)
+    shown = selected_tasks[(page_number - 1) * TASKS_PER_PAGE : page_number * TASKS_PER_PAGE]
     by_runner = attempts_by_runner(timeline)
     with_lanes = sum(map(len, by_runner.values())) <= MOST_DRAWN
     return drawing(timeline, window, shown) | {
         "ended": state.state in ENDED,
-        "sort": sort, "kind": task_state, "descending": descending, "pages": pages, "number": number,
-        "chosen": len(chosen), "states": STATES,
+        "sort": sort, "kind": task_state, "descending": descending, "pages": pages, "number": page_number,
+        "chosen": len(selected_tasks), "states": STATES,
         "runners": [
             RunnerWork(
                 name=name, attempts=len(pairs), finished=sum(kind_of(a) == "finished" for _, a in pairs),

@@ -79,7 +79,7 @@ def _requested_side(log: Log, ref: str, position: str) -> Side:
     if not position:
         return side(log, batch_id)
     if not (position.isdecimal() and position.isascii() and len(position) < 20):
-        raise DataError(f"{position[:40]!r} is no position of the log: use a number, as in the list of events")
+        raise DataError(f"{position[:40]!r} is not a position of the log: use a number, as in the list of events")
     return side(log, batch_id, int(position))
 
 
