@@ -79,7 +79,7 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     try:
         raw = orjson.loads(data)
     except orjson.JSONDecodeError as e:
-        raise InvalidEvent(f"the data of a {type_name} is no JSON: {e}", type=type_name) from e
+        raise InvalidEvent(f"the data of a {type_name} is not JSON: {e}", type=type_name) from e
     if not isinstance(raw, dict):
         raise InvalidEvent(f"the data of a {type_name} is a {type(raw).__name__}, not an object", type=type_name)
     for version in range(schema_version, cls.schema_version):

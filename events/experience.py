@@ -374,7 +374,7 @@ class Experience:
         delivered payload, which refers to others and needs `read_experiences`.
         """
         if first < 0 or (count is not None and count < 0):
-            raise DataError(f"can't read {count} experiences from number {first} on: both must be 0 or more")
+            raise DataError(f"can't read {count} experiences from number {first} on: both numbers must be 0 or more")
         with decoding():
             payload = Payload(bytearray(data))
             return cls.of_fields(fields_in(payload, payload.part(first, count), {}))

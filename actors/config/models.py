@@ -134,13 +134,13 @@ class RolloutModelConfig(Section):
         servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
             if keys_in_use:
-                raise ValueError(f"has servers.{keys_in_use[0]} with engine_type {self.engine_type}: set it to http")
+                raise ValueError(f"has servers.{keys_in_use[0]} but engine_type {self.engine_type}: set http")
             return self
         if len(keys_in_use) != 1:
             keys = " and ".join(keys_in_use) or "none"
             raise ValueError(f"of type http needs one of servers.urls, servers.file, servers.command, not {keys}")
         if len(set(servers.urls)) < len(servers.urls):
-            raise ValueError("names a server twice in servers.urls: each is one engine")
+            raise ValueError("names a server twice in servers.urls: name each once")
         if self.lora is not None:
             raise ValueError("of type http has lora: external servers get no adapters; use type vllm")
         if self.server_args:

@@ -210,7 +210,7 @@ class WorkflowRunner:
                 try:
                     cls = await asyncio.wait_for(importing, START_SECONDS)
                 except TimeoutError:
-                    raise errors.WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
+                    raise errors.WorkflowError(f"the import of {name} took more than {START_SECONDS:.0f} s") from None
                 if getattr(cls, "is_async", False):
                     self.workers.templates.forget(path)
                 return cls

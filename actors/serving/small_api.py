@@ -131,8 +131,8 @@ class _SmallServer:
         """Continue one prompt or several, as OpenAI's route does."""
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
-            raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest "
-                         "tokens beside each sampled one")
+            raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: how many of the likeliest "
+                        "tokens to return with each sampled one")
         with_logprobs, top_count = logprobs is not None, logprobs or 0
         answer = self._empty_answer(body, record, is_chat=False, with_logprobs=with_logprobs, top_count=top_count)
         return await self._respond(record, prompts_of(body.get("prompt")), answer)
@@ -146,7 +146,7 @@ class _SmallServer:
         if top_count:
             sampling = merged_into(sampling, {"top_logprobs": top_count}, "logprobs")
         if body.get("stream"):
-            raise wrong("stream", True, "false: token ids are answered whole here")
+            raise wrong("stream", True, "false: this route does not stream")
         [completions] = await self._generated(record, [ids], sampling)
         choices = [
             {"index": i, "finish_reason": c.finish_reason, "token_ids": c.token_ids,
@@ -228,7 +228,7 @@ class _SmallServer:
                         if not part.finish_reason:  # the last part waits until the completion is recorded
                             yield answer.chunk(part, 0)
                 if not parts or not parts[-1].finish_reason:
-                    raise EngineError("the stream ended without an end of its answer")
+                    raise EngineError("the stream ended before the answer was complete")
                 generation.completions = [Completion.joined(parts)]
             except EngineError as e:
                 record.fail(e)

@@ -31,8 +31,8 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     items = list(messages) if isinstance(messages, Iterable) else [messages]
     if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in items):
         raise WorkflowError(
-            f"messages are {repr(messages)[:80]}: a list of {{'role': ..., 'content': ...}} is expected; a text is a "
-            "prompt for generate"
+            f"messages are {repr(messages)[:80]}, expected a list of {{'role': ..., 'content': ...}}: call generate "
+            "to continue a text"
         )
     return [dict(m) for m in items]
 
@@ -40,7 +40,7 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
 def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experience:
     """Return an answer to the prompt `text` as an experience. Raises WorkflowError for an answer without tokens."""
     if not c.token_ids:
-        raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
+        raise WorkflowError("the model's answer has no tokens, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
     return Experience(
         tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32), prompt_length=len(c.prompt_token_ids),

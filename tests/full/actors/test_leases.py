@@ -134,7 +134,7 @@ def test_the_end_of_an_attempt_and_the_orphaning_of_its_lease_are_one_transactio
 def test_a_lease_of_an_attempt_that_is_over_is_refused(place: Place) -> None:
     place.fail()
     assert place.tell("taken") == []
-    assert place.sent[-1][1].refused == {"es-1": "no lease for a run that is over: its attempt is over"}
+    assert place.sent[-1][1].refused == {"es-1": "this run is over and can't take a lease: its attempt is over"}
 
 
 def test_the_end_of_a_runner_orphans_what_its_units_hold(place: Place) -> None:

@@ -105,7 +105,7 @@ def test_servers_are_added_and_taken_away_by_hand_and_stay_so_over_a_restart(
     client = start_system(
         explorer=over_http(tiny, urls=[a, b], drain_timeout=0.5), store={"url": f"sqlite:///{tmp_path}/log.sqlite"}
     )
-    with pytest.raises(DataError, match="no server of this run"):
+    with pytest.raises(DataError, match="not a server of this run"):
         client.scale_servers(remove=[c])
     with pytest.raises(DataError, match="add: a server must be like http"):
         client.scale_servers(add=["gpu-7"])
