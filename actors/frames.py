@@ -95,8 +95,8 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
 
 
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Return True if the process behind this port has the same key, False if it has another one, None if no answer
-    comes within `timeout` seconds.
+    """Return True if the process behind this port has the same key, False if it answers anything else, None if no
+    answer comes within `timeout` seconds. The process closes the connection after its answer.
 
     The loop that handles messages sends the answer, so a process that answers does not hang.
     """

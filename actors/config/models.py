@@ -130,7 +130,8 @@ class RolloutModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
-        """Raise ValueError unless external servers are listed by one key. The length of `urls` becomes `engine_num`."""
+        """Raise ValueError if the servers' keys do not fit the engine type: http needs exactly one and neither lora nor
+        server_args, other types none. The length of `urls` becomes `engine_num`."""
         servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
             if keys_in_use:

@@ -217,13 +217,13 @@ class WorkflowRunner:
             return resolve(name, self.registry, "workflow")
 
     def _portable_task(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
-        """Return the task in the form for a worker process; None if it plays in this process."""
+        """Return the task in the form for a worker process; None if the task must run in this process."""
         if self.workers is None or getattr(cls, "is_async", False):
             return None
         try:
-            # The name in the task first: a class that a function made can't be imported by its own name.
-            path = class_path(task.workflow or cls)
-            return {**task_to_dict(task), "workflow": self.registry.get(path, path)}
+            # Prefer the name in the task: a class that a function made can't be imported by its own name.
+            name_or_path = class_path(task.workflow or cls)
+            return {**task_to_dict(task), "workflow": self.registry.get(name_or_path, name_or_path)}
         except errors.TaskNotSerializable:
             return None
 

@@ -271,7 +271,7 @@ class _Answer:
                 self._response_tokens += len(c.token_ids)
                 text = {"message": {"role": "assistant", "content": c.text}} if self._is_chat else {"text": c.text}
                 prompt = {"prompt_token_ids": c.prompt_token_ids} if self._with_ids and not self._is_chat else {}
-                choices.append({"index": len(choices), **text, **self._choice(c, 0), **prompt})
+                choices.append({"index": len(choices), **text, **self._common_fields(c, 0), **prompt})
         head = dict(self._head)
         if self._with_ids and self._is_chat:
             head["prompt_token_ids"] = groups[0][0].prompt_token_ids
@@ -281,7 +281,7 @@ class _Answer:
         """Return the event with the next part of completion `index`. `new_prompt`: its prompt is not counted yet."""
         text: dict[str, Any] = {"delta": {"content": part.text}} if self._is_chat else {"text": part.text}
         body, offset = dict(self._head), self._text_lengths.get(index, 0)
-        choice = {"index": index, **text, **self._choice(part, offset)}
+        choice = {"index": index, **text, **self._common_fields(part, offset)}
         if index not in self._text_lengths:
             self._prompt_tokens += len(part.prompt_token_ids) if new_prompt else 0
             if self._is_chat:
@@ -299,8 +299,8 @@ class _Answer:
         usage = {**self._head, "choices": [], "usage": _usage(self._prompt_tokens, self._response_tokens)}
         return (event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
 
-    def _choice(self, c: Completion, offset: int) -> dict[str, Any]:
-        """Return fields of a choice, whole or in a chunk. `offset`: number of its characters before the chunk."""
+    def _common_fields(self, c: Completion, offset: int) -> dict[str, Any]:
+        """Return the fields of a choice or chunk that both routes have. `offset`: characters before the chunk."""
         logprobs = self._logprobs(c, offset) if self._with_logprobs else None
         ids = {"token_ids": c.token_ids} if self._with_ids else {}
         return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}

@@ -179,7 +179,7 @@ class VLLMServer:
         return f"an answer of {self.url}: it has {count} request{'s'[: count - 1]}, and has answered none since {since}"
 
     async def events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of a streamed answer with tokens. Closing it aborts the request. Raises like `ask`."""
+        """Yield the events of a streamed answer. Closing it aborts the request. Raises like `ask`."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
@@ -188,7 +188,7 @@ class VLLMServer:
                         async for event in events:
                             yield event
                 return
-            except ServerGone as e:
+            except ServerGone as e:  # a busy server rejects the request before the first event
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:

@@ -352,7 +352,10 @@ class Database:
 
     # --- trouble ----------------------------------------------------------------------------------------------------
     def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None) -> T:
-        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds. Raises LogError."""
+        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds; a full pool is not tried again.
+
+        `size`: bytes that it writes, for errors. `tell` gets each error after which it is repeated. Raises LogError.
+        """
         deadline, pause = time.monotonic() + patience, 0.01
         while True:
             try:
