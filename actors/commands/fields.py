@@ -91,7 +91,7 @@ def _batch_id(value: Any) -> Any:
     try:
         return _storable(value) if isinstance(require_batch_id(value), str) else value
     except DataError as e:
-        raise ValueError(f"is wrong: {e}") from None
+        raise ValueError(f"is no batch id: {e}") from None
 
 
 def _parcel(value: Any) -> Parcel:

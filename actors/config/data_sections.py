@@ -75,7 +75,7 @@ class DataSelectorConfig(Section):
         else:
             fits, needed = count == 0, "no"
         if not fits:
-            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {needed}")
+            raise ValueError(f"has {count} feature_keys, but {self.selector_type} takes {needed}")
         return self
 
 
@@ -160,7 +160,7 @@ class TasksetConfig(Section):
             if kind != "hub" and getattr(self, key) is not None:
                 raise ValueError(f"has {key}, which is only for a dataset of the hub (path: hub:owner/name): remove it")
         if kind in ("file", "hub", "verifiers") and self.args:
-            raise ValueError("has args, which only reasoning-gym takes (path: reasoning_gym:leg_counting): remove them")
+            raise ValueError("has args, which only reasoning-gym takes (path: reasoning_gym:leg_counting): remove args")
         return self
 
     @property

@@ -348,7 +348,7 @@ class Model(OpenAIAccess):
     def _require_open(self) -> None:
         if self._is_over:
             raise WorkflowError(
-                "this model can't answer, its run is over: let a workflow await all that it starts, and read "
+                "this model can't answer, since its run is over: let the workflow await all that it starts, and read "
                 "self.model again in each run (a workflow that is reset gets another one)"
             )
 

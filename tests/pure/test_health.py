@@ -69,7 +69,7 @@ def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs
 
 
 def test_a_list_of_servers_that_can_not_be_read_is_a_problem() -> None:
-    told = "the list of servers (servers.command): the command failed (exit status 3)"
+    told = "the list of servers (servers.command): servers.command failed with exit status 3"
     [listed] = problems({}, [SERVER], "up", told)
     assert listed.startswith(told)
     assert problems({"state": "retired"}, [], None, told) == [listed, *problems({"state": "retired"}, [])]

@@ -252,7 +252,7 @@ def require_batch(
     if batch.batch_type != batch_type:
         own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
         raise BatchTypeMismatch(
-            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
+            f"batch {batch_id!r} is of type {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
     return batch
 
 
@@ -358,7 +358,7 @@ def reopen(
             "again, under this id or another"
         )
     if batch.state is BatchLifecycleState.FINALIZING:
-        raise DataError(f"batch {batch_id!r} is being finalized: wait until that call returns")
+        raise DataError(f"batch {batch_id!r} is being finalized: wait until finalize returns")
     last = batch.expected_task_count - 1
     events: list[ev.Event] = []
     for number in dict.fromkeys(tasks):

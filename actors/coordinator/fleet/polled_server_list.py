@@ -113,10 +113,10 @@ class ServerList:
                     kill()
                     process.wait()
         if timed_out.is_set():
-            raise ValueError(f"the command servers.command did not end within {COMMAND_SECONDS:g} s")
+            raise ValueError(f"servers.command did not end within {COMMAND_SECONDS:g} s")
         if process.returncode != 0:  # its output may be half of the list
             raise ValueError(
-                f"the command servers.command failed with exit status {process.returncode}: see launch-*.log"
+                f"servers.command failed with exit status {process.returncode}: see launch-*.log"
             )
         return text
 

@@ -241,9 +241,9 @@ class VLLMServer:
         detail = self.scrubbed(_message(answer.text))
         if status == 401:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
-            wrong = f"refuses the key in {variable} (401): put the right one there" if self._key else (
+            refusal = f"refuses the key in {variable} (401): put the right one there" if self._key else (
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
-            raise EngineError(f"{self.url} {wrong}, and start the system again", status=status)
+            raise EngineError(f"{self.url} {refusal}, and start the system again", status=status)
         error_class = ServerGone if status in (429, 502, 503, 504) else EngineError
         by_vllm = path in ASKED and status in (400, 413, 422) and _error(answer.text) is not None
         details = {"refused": True} if by_vllm else {}

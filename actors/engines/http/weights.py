@@ -206,7 +206,7 @@ class ServerWeights:
         url, server_label = self.server.url, await self.server.label()
         started = await self.server.started()
         if self._process_start != started:
-            raise ServerGone(f"{url} restarted while its weights changed ({self._process_start} -> {started})")
+            raise ServerGone(f"{url} restarted while its weights changed (start {self._process_start} -> {started})")
         if server_label != label:
             error_class = LabelLost if self._process_start else ServerGone  # else it may have restarted
             raise error_class(

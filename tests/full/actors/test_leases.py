@@ -421,8 +421,8 @@ def test_verify_knows_what_a_lease_can_be(place: Place, tmp_path: Path) -> None:
         writer.append([Write(stream="leases", expected_version=version, events=wrong)], commit_id="w")
     with open_log(url) as log:
         problems = "\n".join(log.verify())
-    assert "LeaseHeld): it can't follow what came before it: LeaseHeld of lease es-1, which is held" in problems
-    assert "LeaseReleased of lease es-2, which is not taken" in problems
+    assert "LeaseHeld): it can't follow what came before it: LeaseHeld does not fit lease es-1" in problems
+    assert "LeaseReleased names lease es-2, which is not taken" in problems
     assert "LeaseTaken): the attempt that took it was not running on that runner" in problems
 
 

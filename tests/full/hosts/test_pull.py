@@ -126,7 +126,7 @@ def test_two_processes_never_write_one_file(head: Head, tmp_path: Path) -> None:
         said: list[str] = []
 
         def come_too() -> None:
-            with pytest.raises(SyncError, match="another process pulls it there") as told:
+            with pytest.raises(SyncError, match="another process is pulling the same files there") as told:
                 second.pull()
             said.append(str(told.value))
 

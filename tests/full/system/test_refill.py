@@ -112,7 +112,7 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
     with pytest.raises(BatchNotFound):
         client.add_tasks(2, [task(7)])
     client.submit_batch(batch_id="e", batch_type="eval", tasks=[task(1)])
-    with pytest.raises(BatchTypeMismatch, match="batch 'e' is eval, expected train: submit the tasks in a batch of"):
+    with pytest.raises(BatchTypeMismatch, match="batch 'e' is of type eval, expected train: submit the tasks"):
         client.add_tasks("e", [task(7)])
     client.abort_batch("e", reason="enough")
     client.submit_batch(batch_id=2, batch_type="train", tasks=[task(1), task(2)])

@@ -218,7 +218,7 @@ def test_a_server_that_can_t_have_the_current_weights_is_named_everywhere_and_ho
         with pytest.raises(SyncError, match="takes no weights"):
             client.sync_weights(1, other)
         behind = "goes on with weights version 0: it can't load version 1"
-        reason = "takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        reason = "can't load weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         way = "publish a newer version: it tries again by itself"
         client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
         for command, code in ((["status"], 1), (["why", "1"], 0), (["scale"], 0)):

@@ -250,7 +250,7 @@ def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
     failing = ServerList(settings_of(command=f"echo {A}; exit 3"), told.append)
     failing.read()
     assert told == [[A]]
-    assert "(servers.command): the command servers.command failed with exit status 3:" in failing.trouble
+    assert "(servers.command): servers.command failed with exit status 3:" in failing.trouble
     assert failing.trouble in caplog.text
     assert "exit 3" not in caplog.text, "a command may hold a key"
     ServerList(settings_of(command=f"echo {B}"), told.append).read()
@@ -265,7 +265,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(
     told: list[list[str]] = []
     ServerList(settings_of(command=command), told.append).read()
     assert told == []
-    assert "the command servers.command did not end within 0.5 s" in caplog.text
+    assert "servers.command did not end within 0.5 s" in caplog.text
     assert "sleep" not in caplog.text
     status = Path("/proc", (tmp_path / "pid").read_text().strip(), "status")
     wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "its child to end", 5.0)
