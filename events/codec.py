@@ -33,7 +33,7 @@ def check(event: Event) -> tuple[bytes, Event]:
     """
     cls = type(event)
     if EVENTS.get(cls.__name__) is not cls:
-        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
+        raise InvalidEvent(f"event {cls.__module__}.{cls.__name__} is not in events/vocabulary/: define it there")
     names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     try:
         data = orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)

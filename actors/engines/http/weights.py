@@ -283,7 +283,7 @@ class ServerWeights:
             except Exception as second_error:
                 with contextlib.suppress(Exception):
                     await self.server.set_label(f"{_BROKEN}/{self._engine_id}")
-                raise EngineError(f"{e}; and {self._served_path} could not be loaded again: {second_error}") from e
+                raise EngineError(f"{e}; the old {self._served_path} could not be loaded again: {second_error}") from e
             raise SyncError(
                 f"version {version} was not loaded: {path}: {e}; {self._served_path} was loaded again; still serving "
                 f"version {self.model_version}"

@@ -255,7 +255,7 @@ class _Worker:
             task.cancel()
         await asyncio.wait({exit_status}, timeout=EXIT_SECONDS)
         if not exit_status.done():
-            raise errors.WorkflowError("the worker process closed its pipe to the runner")
+            raise errors.WorkflowError("the worker process closed its pipe to the runner: close only files of your own")
         status = exit_status.result()
         if status is None:
             raise errors.StartupError("the worker process ended because the process that forked it ended")

@@ -292,7 +292,7 @@ class Database:
     def _check_process(self) -> None:
         """Raise LogUnavailable in a process that was forked from the one that opened the database."""
         if os.getpid() != self._pid:
-            raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this one")
+            raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this process")
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:

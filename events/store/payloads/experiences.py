@@ -84,7 +84,8 @@ def _open(digest: str, data: bytes | bytearray) -> Payload:
 def _decode(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequence[int]) -> list[Experience]:
     """Return these experiences of a payload, all different, completed from its sources."""
     if numbers and max(numbers) >= len(payload.items):
-        raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
+        raise CorruptPayload(f"payload {digest} holds {len(payload.items)} experiences, fewer than the log says",
+                             digest=digest)
     with _name_payload(digest):
         indices_by_source = {payload.sources[source]: indices for source, indices in bases_of(payload, numbers).items()}
     bases: dict[int, Fields] = {}
