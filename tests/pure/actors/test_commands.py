@@ -156,7 +156,7 @@ def test_a_user_s_classes_do_not_travel() -> None:
         encode(commands.AbortBatch(batch_id=1, reason=object(), keep_partial_results=False))  # type: ignore[arg-type]  # as users do
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(DataError, match=r"pause: batches\[0\] is wrong"):
+    with pytest.raises(DataError, match=r"pause: batches\[0\] is no batch id"):
         encode(commands.PauseBatches(batches=endless))
     cursor = commands.Cursor(taskset="t", epoch=-1, offset=0)
     with pytest.raises(DataError, match=r"submit: cursor\[0\]\.epoch must be greater than or equal to 0, not -1"):
