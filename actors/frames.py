@@ -83,20 +83,20 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
             head, seal = self._buf[: HEADER - 32], self._buf[HEADER - 32 : HEADER]
             ports = [p for p in self._ports if hmac.compare_digest(seal, _seal(self._key, p, self._size, head))]
             if not ports or head[0] != PROTOCOL:
-                raise ValueError("its seal does not fit")
+                raise ValueError("the frame is not sealed for this process: its sender has another key or version")
             self.port = ports[0]
 
     def payload(self) -> bytes:
         """Return the payload of a complete frame. Raises ValueError if the header names another payload."""
         payload = bytes(self._buf[HEADER:])
         if self.port is None or not hmac.compare_digest(self._buf[1:33], hashlib.sha256(payload).digest()):
-            raise ValueError("its seal does not fit")
+            raise ValueError("the payload of the frame does not match its seal")
         return payload
 
 
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Return True if the process behind this port has the same key, False if it has another one, None if no answer
-    comes within `timeout` seconds.
+    """Return True if the process behind this port has the same key, False if it answers anything else, None if no
+    answer comes within `timeout` seconds. The process closes the connection after its answer.
 
     The loop that handles messages sends the answer, so a process that answers does not hang.
     """

@@ -44,7 +44,7 @@ def recordable_json(what: str, value: Any) -> Any:
         data = plain(value)
         size = len(orjson.dumps(data))
     except (NotPlain, TypeError) as e:
-        raise ValueError(f"{what} must be plain JSON: it {e}") from e
+        raise ValueError(f"{what} must be plain JSON: a value in it {e}") from e
     if size > MOST_BYTES:
         raise ValueError(f"{what} takes {size:,} bytes as JSON: the maximum is {MOST_BYTES:,}")
     if secrets:

@@ -36,7 +36,7 @@ def pack(value: Any, payloads: PayloadStore) -> Parcel:
     try:
         data = orjson.dumps(value)
     except TypeError as e:
-        raise DataError(f"this can't be sent: {e}") from e
+        raise DataError(f"the value can't be sent as JSON: {e}") from e
     if len(data) > LIMIT:
         return Parcel(None, payloads.put(data))
     return Parcel(bytes(memoryview(data)))  # a copy: orjson's own takes 4 KiB, and a coordinator keeps one per task

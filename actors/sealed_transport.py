@@ -285,7 +285,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         """Extend Thespian's: refuse a connection whose time is over and that has nothing to read now."""
         readable = incoming.socket is not None and incoming.socket.fileno() == fileno
         if not closed and not readable and incoming._expires.view().expired():
-            return self._refuse(incoming, "it did not come in time")
+            return self._refuse(incoming, "the frame did not come in time")
         return super()._handlePossibleIncoming(incoming, fileno, closed, has_exclusive_flag)
 
     def _handleReadableIncoming(self, incoming: Any, has_exclusive_flag: bool = False) -> Any:
@@ -327,7 +327,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         try:
             payload = buffer.payload()
             if buffer.port != self._port:
-                raise ValueError("it is an answer without a question")
+                raise ValueError("the frame is an answer to a message that this process did not send")
         except ValueError as e:
             return self._refuse(incoming, str(e))
         if payload.startswith(KNOCK):

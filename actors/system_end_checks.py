@@ -38,7 +38,7 @@ def owner_gone(owner: Mapping[str, Any] | None) -> str:
 def store_gone(url: str) -> str:
     """Return why the store at this URL, a file or a database, is gone for good; empty if it may still exist.
 
-    Waits for a database that does not answer.
+    A database that does not answer counts as one that still exists.
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":

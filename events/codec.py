@@ -33,7 +33,7 @@ def check(event: Event) -> tuple[bytes, Event]:
     """
     cls = type(event)
     if EVENTS.get(cls.__name__) is not cls:
-        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
+        raise InvalidEvent(f"event {cls.__module__}.{cls.__name__} is not in events/vocabulary/: define it there")
     names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     try:
         data = orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
@@ -79,7 +79,7 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     try:
         raw = orjson.loads(data)
     except orjson.JSONDecodeError as e:
-        raise InvalidEvent(f"the data of a {type_name} is no JSON: {e}", type=type_name) from e
+        raise InvalidEvent(f"the data of a {type_name} is not JSON: {e}", type=type_name) from e
     if not isinstance(raw, dict):
         raise InvalidEvent(f"the data of a {type_name} is a {type(raw).__name__}, not an object", type=type_name)
     for version in range(schema_version, cls.schema_version):

@@ -60,7 +60,7 @@ class EID:
         try:
             return cls(**data)
         except TypeError as e:
-            raise DataError(f"this is no EID: {data!r} ({e})") from e
+            raise DataError(f"{data!r} is not an experience id (EID): {e}") from e
 
 
 @dataclass(frozen=True, slots=True)

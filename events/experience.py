@@ -125,7 +125,7 @@ class Experience:
         self.validate()
 
     # --- checks -----------------------------------------------------------------------------------------------------
-    def _error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
+    def _field_error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
         """Return an error about a field: its name, `place` (an index in it) and `problem` (what is wrong)."""
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
         # Until its runner sets batch and task, the id of an experience says nothing.
@@ -140,7 +140,7 @@ class Experience:
             return value
         array = self._array(name, value)
         if array.ndim != 1:
-            raise self._error(name, f"has shape {array.shape}, expected one dimension")
+            raise self._field_error(name, f"has shape {array.shape}, expected one dimension")
         if array.dtype == dtype:
             return array.astype(dtype, copy=False)
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
@@ -150,16 +150,16 @@ class Experience:
                 _warn_once(warning, name, array.dtype, dtype)
             fits += "f"
         if array.size and array.dtype.kind not in fits:
-            raise self._error(name, f"has dtype {array.dtype}, expected {dtype}")
+            raise self._field_error(name, f"has dtype {array.dtype}, expected {dtype}")
         if dtype.kind == "i" and array.size:
             bounds = np.iinfo(dtype)
             if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
-                raise self._error(name, f"holds numbers that don't fit {dtype}")
+                raise self._field_error(name, f"holds numbers that don't fit {dtype}")
         try:
             with np.errstate(over="raise"):
                 return array.astype(dtype)
         except FloatingPointError as e:
-            raise self._error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
+            raise self._field_error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
     def _array(self, name: str, value: Any) -> Array:
         """Return a value as a numpy array of a dtype that payloads hold. Raises DataError."""
@@ -170,36 +170,36 @@ class Experience:
                     value = value.float()
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-            raise self._error(name, f"can't be made an array ({e})") from e
+            raise self._field_error(name, f"can't be made an array ({e})") from e
         dtype = array.dtype.newbyteorder("=")
         if dtype not in DTYPES:
-            raise self._error(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
+            raise self._field_error(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
         return array.astype(dtype, copy=False)
 
     def _json(self, name: str, value: Any, kind: type) -> Any:
         """Return a value of this type, with all parts in Python's own types. Raises DataError if it is not JSON."""
         if not isinstance(value, kind) or isinstance(value, str):
-            raise self._error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
+            raise self._field_error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
         try:
             return plain(value)
         except NotPlain as e:
-            raise self._error(name + "".join(reversed(e.path)), e.problem) from None
+            raise self._field_error(name + "".join(reversed(e.path)), e.problem) from None
 
     def validate(self) -> None:
         """Check every field, and convert values assigned since (tensors, lists, numpy scalars). Raises DataError."""
         if not isinstance(self.eid, EID):
-            raise self._error("eid", f"is a {type(self.eid).__name__}, expected an EID")
+            raise self._field_error("eid", f"is a {type(self.eid).__name__}, expected an EID")
         fields = self.__dict__
         for name in VECTORS:
             if fields[name] is not None:
                 fields[name] = self._vector(name, fields[name])
         if fields["tokens"] is None:
-            raise self._error("tokens", "are missing")
+            raise self._field_error("tokens", "are missing")
         for name in _TOKENS:
             array = fields[name]
             if array is not None and array.size and array.min() < 0:
                 index = int(np.argmax(array < 0))
-                raise self._error(name, f"is {array[index]}: token ids must be 0 or more", place=f"[{index}]")
+                raise self._field_error(name, f"is {array[index]}: token ids must be 0 or more", place=f"[{index}]")
         self._check_lengths()
         if self.reward is not None:
             self.reward = self._number(self.reward)
@@ -217,7 +217,7 @@ class Experience:
             value = fields[name]
             if value is not None:
                 if not isinstance(value, str):
-                    raise self._error(name, f"is a {type(value).__name__}, expected text")
+                    raise self._field_error(name, f"is a {type(value).__name__}, expected text")
                 if not value.isascii():
                     self._json(name, [value], list)
         self.info = self._json("info", self.info, dict) if self.info else {}
@@ -226,7 +226,7 @@ class Experience:
             if fields[name] is not None:
                 fields[name] = self._json(name, fields[name], Sequence)
         if not all(isinstance(c, CustomField) for c in self.custom_fields):
-            raise self._error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
+            raise self._field_error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
     def require_finite(self) -> None:
         """Refuse NaN and infinities in the reward and in any array: a quick part of `validate`. Raises NotFinite."""
@@ -234,7 +234,7 @@ class Experience:
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
             problem = f"is {reward}: it must be finite and at most 1e30, since trainers compute in float32"
-            raise self._error("reward", problem, kind=NotFinite)
+            raise self._field_error("reward", problem, kind=NotFinite)
         for name in _FINITE:
             if fields[name] is not None:
                 self._finite(name, fields[name])
@@ -247,15 +247,15 @@ class Experience:
             return
         index = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
         problem = f"is {array[tuple(index)]}: only finite numbers can be learned from"
-        raise self._error(name, problem, str(index), NotFinite)
+        raise self._field_error(name, problem, str(index), NotFinite)
 
     def _number(self, value: Any) -> float:
         try:
             if isinstance(value, str | bytes):
-                raise TypeError("text")
+                raise TypeError("text is not a number")
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise self._error("reward", f"is {shown(value)}, expected a number") from e
+            raise self._field_error("reward", f"is {shown(value)}, expected a number") from e
 
     def _check_lengths(self) -> None:
         """Check the lengths of prompt and vectors, after cutting vectors to the response. Add a missing action mask."""
@@ -264,11 +264,11 @@ class Experience:
         if isinstance(prompt, np.integer):
             self.prompt_length = prompt = int(prompt)
         if not isinstance(prompt, int) or isinstance(prompt, bool):
-            raise self._error("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
+            raise self._field_error("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
         if self.experience_type == "dpo":
             if prompt != seq:
                 problem = f"is {shown(prompt)}, but a preference pair's prompt is its {seq} tokens"
-                raise self._error("prompt_length", problem)
+                raise self._field_error("prompt_length", problem)
             return
         if self.experience_type == "single_turn":
             # A truncated prompt may leave no room for a response; Trinity-RFT's class allows it too.
@@ -277,7 +277,7 @@ class Experience:
             least, most = 0, seq
         if not least <= prompt <= most:
             problem = f"is {shown(prompt)}, expected {least} to {most} with tokens of shape ({seq},)"
-            raise self._error("prompt_length", problem)
+            raise self._field_error("prompt_length", problem)
         response = seq - prompt
         self._cut_to_response(seq, prompt)
         if self.action_mask is None:
@@ -285,7 +285,7 @@ class Experience:
         fields = self.__dict__
         for name, (_, per_response) in VECTORS.items():
             if per_response and fields[name] is not None and len(fields[name]) != response:
-                raise self._error(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
+                raise self._field_error(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
                                 f"(tokens of shape ({seq},), prompt_length {prompt})")
 
     def _cut_to_response(self, seq: int, prompt: int) -> None:
@@ -376,7 +376,7 @@ class Experience:
         delivered payload, which refers to others and needs `read_experiences`.
         """
         if first < 0 or (count is not None and count < 0):
-            raise DataError(f"can't read {count} experiences from number {first} on: both must be 0 or more")
+            raise DataError(f"can't read {count} experiences from number {first} on: both numbers must be 0 or more")
         with decoding():
             payload, decoder = Payload(bytearray(data)), Decoder()
             decoder.add(payload, payload.part(first, count), {})

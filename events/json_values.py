@@ -30,7 +30,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
             try:
                 value.encode()
             except UnicodeEncodeError as e:
-                raise NotPlain(f"is text that is not valid unicode ({e.reason})") from None
+                raise NotPlain(f"is text that is not valid Unicode ({e.reason})") from None
         return value
     if kind is float:
         if not math.isfinite(value):
@@ -40,7 +40,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
         return value
     if kind is int:
         if not -(2**63) <= value < 2**64:
-            raise NotPlain(f"is {shown(value)}: JSON numbers here have 64 bits")
+            raise NotPlain(f"is {shown(value)}: whole numbers must fit into 64 bits")
         return value
     if depth == 0:
         raise NotPlain("is nested too deeply")
@@ -48,7 +48,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
         copied = {}
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise NotPlain(f"has the key {key!r} of type {type(key).__name__}: JSON wants text")
+                raise NotPlain(f"has the key {key!r} of type {type(key).__name__}: keys must be text")
             try:
                 copied[plain(str.__str__(key), depth)] = plain(inner, depth - 1)
             except NotPlain as e:

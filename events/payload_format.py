@@ -165,7 +165,7 @@ class Payload:
         """Return the range of `count` experiences (None: all that follow) from `first` on. Raises CorruptPayload."""
         last = len(self.items) if count is None else first + count
         if not first <= last <= len(self.items):
-            raise CorruptPayload(f"this payload holds {len(self.items)} experiences, not {last}, as its reader expects")
+            raise CorruptPayload(f"this payload holds {len(self.items)} experiences, but {last} were requested")
         return range(first, last)
 
     def _flat_array(self, name: str, size: int) -> Array:
@@ -173,7 +173,7 @@ class Payload:
         flat_array, lengths = self._tensors[name], self._tensors.get(f"{name}.lengths")
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:
-                raise CorruptPayload("this payload is wrong: the runs of an array are not as long as the array")
+                raise CorruptPayload("this payload is wrong: an array's run lengths do not add up to its size")
             return expanded(flat_array, lengths, size)
         if flat_array.size != size:
             raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")

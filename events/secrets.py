@@ -248,7 +248,7 @@ class SecretFile:
             handle = open_private(self._path, os.O_RDWR | os.O_APPEND)
             try:
                 if (lock_holder := take_lock(handle, seconds=LOCK_SECONDS)) is not None:
-                    raise DataError(f"the secret of a task can't be kept: {lock_holder} holds {self._path}")
+                    raise DataError(f"the secret of a task can't be kept: {lock_holder} holds the lock of {self._path}")
                 self._read()
                 new_lines = []
                 if "salt" not in self._values:  # without it a reader of the log could guess passwords by their names

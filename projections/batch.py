@@ -223,7 +223,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
     if isinstance(event, ev.BatchSubmitted):
         return _initial_state(event, state.version if state else 0)
     if state is None:
-        raise LogCorrupt(f"{type(event).__name__} in a batch's stream before its BatchSubmitted")
+        raise LogCorrupt(f"{type(event).__name__} comes before BatchSubmitted in a batch's stream")
     state.version += 1
     match event:
         case ev.TasksDispatched():

@@ -67,7 +67,7 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
     key = event.lease  # type: ignore[attr-defined]  # every event of this stream has it
     lease = leases.get(key)
     if lease is None:
-        raise LogCorrupt(f"{type(event).__name__} of lease {key}, which is not taken")
+        raise LogCorrupt(f"{type(event).__name__} names lease {key}, which is not taken")
     match event:
         case ev.LeaseHeld() if not lease.held:
             leases[key] = replace(lease, held=True, handle=event.handle)
@@ -80,7 +80,7 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
         case ev.LeaseReleased() if event.by != "coordinator" or lease.orphaned:
             del leases[key]
         case _:
-            raise LogCorrupt(f"{type(event).__name__} of lease {key}, which is {lease.state}")
+            raise LogCorrupt(f"{type(event).__name__} does not fit lease {key}, which is {lease.state}")
 
 
 def check_attachment(leases: OpenLeases, event: ev.Event) -> None:

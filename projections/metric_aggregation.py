@@ -184,10 +184,10 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
 
 
 def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
-    """Return the mean over the draws of the largest value in a draw, and that of the smallest.
+    """Estimate best@k and worst@k: over many random draws of k values, the mean of the largest and of the smallest.
 
-    A value is the largest in each draw that contains it and no larger value. So a count from the largest value down
-    takes n operations on 1000-bit numbers instead of 1000 maxima.
+    A value is the largest of each draw that contains it and no larger value. So it is enough to count draws from the
+    largest value down, as bits of one number for each value.
     """
     draws = _draws(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)

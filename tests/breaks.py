@@ -198,7 +198,7 @@ BREAKS = (
           'if head["at"] != len(answer.tokens):', "if False:",
           "pure/actors/test_run_journal.py::test_promise_12_a_damaged_journal_gives_a_shorter_prefix_and_never_another"),
     Break(12, "An answer goes on without the tokens that it had in its prompt.", "actors/rollout/run_journal.py",
-          "[*ids, *kept.tokens], alone", "[*ids], alone",
+          "[*ids, *kept.tokens], one_answer", "[*ids], one_answer",
           "pure/actors/test_run_journal.py::test_promise_12_an_answer_goes_on_from_its_last_recorded_token"),
     Break(12, "A part goes on although the engine would treat its tokens otherwise in a prompt.",
           "actors/rollout/run_journal.py", "and not self.forbids", "",

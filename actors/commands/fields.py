@@ -60,7 +60,7 @@ _DIGEST = r"^[0-9a-f]{64}$"
 
 # --- checks ---------------------------------------------------------------------------------------------------------
 def is_storable(value: str) -> bool:
-    """Return True if every database can hold this text. PostgreSQL refuses NUL, and all refuse half surrogate pairs."""
+    """Return True if every database can hold this text. PostgreSQL refuses NUL, and all refuse lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -70,7 +70,7 @@ def is_storable(value: str) -> bool:
 
 def _storable(value: str) -> str:
     if not is_storable(value):
-        raise ValueError(f"must be text without NUL and half surrogate pairs, not {shown(value)}")
+        raise ValueError(f"must be text with no NUL and no lone surrogates, not {shown(value)}")
     return value
 
 
@@ -91,7 +91,7 @@ def _batch_id(value: Any) -> Any:
     try:
         return _storable(value) if isinstance(require_batch_id(value), str) else value
     except DataError as e:
-        raise ValueError(f"is wrong: {e}") from None
+        raise ValueError(f"is no batch id: {e}") from None
 
 
 def _parcel(value: Any) -> Parcel:
@@ -102,7 +102,7 @@ def _parcel(value: Any) -> Parcel:
     elif isinstance(value, Parcel) and value.inline is None and isinstance(value.digest, str):
         is_valid = re.fullmatch(_DIGEST, value.digest) is not None
     if not is_valid:
-        raise ValueError(f"must be JSON, or the digest of a payload that holds it, not {shown(value)}")
+        raise ValueError(f"must be JSON bytes, or the SHA-256 digest of a stored payload, not {shown(value)}")
     return value  # type: ignore[no-any-return]  # it is a Parcel
 
 
@@ -134,7 +134,7 @@ Digest = Annotated[StrictStr, Field(pattern=_DIGEST)]
 TasksetName = Annotated[StrictStr, Field(min_length=1, max_length=TASKSET_LENGTH), AfterValidator(_printable)]
 """1 to 400 printable characters."""
 Text = Annotated[StrictStr, Field(max_length=TEXT_LENGTH), AfterValidator(_storable)]
-"""Up to 16,384 characters, without NUL and half surrogate pairs."""
+"""Up to 16,384 characters, with no NUL and no lone surrogates."""
 ShortText = Annotated[StrictStr, Field(max_length=NAME_LENGTH), AfterValidator(_storable)]
 """The same, up to 200 characters."""
 Whole = Annotated[StrictInt, Field(gt=-WHOLE, lt=WHOLE)]
@@ -205,8 +205,8 @@ def check_tasks(tasks: Any) -> list[dict[str, Any]]:
             raise DataError(f"task {number} must be a mapping, as task_to_dict makes it, not {shown(task)}")
         workflow, runs = task.get("workflow"), task.get("repeat_times", 1)
         if not isinstance(workflow, str) or len(workflow) > TEXT_LENGTH or not is_storable(workflow):
-            raise DataError(f"task {number}: workflow must be a text of at most {TEXT_LENGTH} characters, without NUL "
-                            f"and half surrogate pairs, not {shown(workflow)}")
+            raise DataError(f"task {number}: workflow must be a text of at most {TEXT_LENGTH} characters, with no NUL "
+                            f"and no lone surrogates, not {shown(workflow)}")
         if not isinstance(runs, int) or isinstance(runs, bool) or not 1 <= runs <= MOST_RUNS:
             raise DataError(f"task {number}: repeat_times must be a whole number from 1 to {MOST_RUNS}, not "
                             f"{shown(runs)}")

@@ -75,7 +75,7 @@ class DataSelectorConfig(Section):
         else:
             fits, needed = count == 0, "no"
         if not fits:
-            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {needed}")
+            raise ValueError(f"has {count} feature_keys, but {self.selector_type} takes {needed}")
         return self
 
 
@@ -147,20 +147,20 @@ class TasksetConfig(Section):
     def _check_keys(self) -> Self:
         kind, rest = _kind_and_rest(self.path)
         if self.shuffle and self.data_selector is not None:
-            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
+            raise ValueError("has both shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
         if kind == "hub" and not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", rest):
             raise ValueError(f"has the path {self.path!r}: write a dataset of the hub as hub:owner/name")
         if kind == "hub" and self.split is None:
-            raise ValueError(f"has the path {self.path}, and no split: choose one (split: train)")
+            raise ValueError(f"has the path {self.path} and no split: set one, as in split: train")
         if kind == "reasoning_gym" and not re.fullmatch(r"\w+", rest):
             raise ValueError(f"has the path {self.path!r}: write a family as reasoning_gym:leg_counting")
         if kind == "reasoning_gym" and self.split is not None:
             raise ValueError(f"has the path {self.path} and a split: remove it, and choose other tasks by args.seed")
         for key in ("subset", "revision"):
             if kind != "hub" and getattr(self, key) is not None:
-                raise ValueError(f"has {key}, which only a dataset of the hub has (path: hub:owner/name)")
+                raise ValueError(f"has {key}, which is only for a dataset of the hub (path: hub:owner/name): remove it")
         if kind in ("file", "hub", "verifiers") and self.args:
-            raise ValueError("has args, which only a family of reasoning-gym has (path: reasoning_gym:leg_counting)")
+            raise ValueError("has args, which only reasoning-gym takes (path: reasoning_gym:leg_counting): remove args")
         return self
 
     @property
@@ -216,11 +216,11 @@ class ExplorerInputConfig(Section):
         for taskset in self.eval_tasksets:
             if taskset.data_selector is not None and taskset.data_selector.selector_type != "sequential":
                 raise ValueError(
-                    f"has an eval taskset {taskset.name!r} with a data_selector: an eval plays every row once")
+                    f"has an eval taskset {taskset.name!r} with a data_selector: remove it, as evals play all rows")
         if self.interleave == "shuffled" and len({t.epochs for t in self.tasksets}) > 1:
-            raise ValueError("has interleave: shuffled, and tasksets of different epochs: give all the same")
+            raise ValueError("has interleave: shuffled, but its tasksets have different epochs: set the same number")
         if self.interleave == "shuffled" and any(t.ratio != 1.0 for t in self.tasksets):
-            raise ValueError("has interleave: shuffled, which gives shares by size, and a ratio: remove one")
+            raise ValueError("has both interleave: shuffled, which takes every row once, and a ratio: remove one")
         return self
 
 

@@ -22,7 +22,7 @@ class TlsConfig(Section):
     @model_validator(mode="after")
     def _check_cert_has_key(self) -> Self:
         if bool(self.cert) != bool(self.key):
-            raise ValueError(f"has {'cert' if self.cert else 'key'} alone: give the files of a certificate (cert) and "
+            raise ValueError(f"has only {'cert' if self.cert else 'key'}: give the files of a certificate (cert) and "
                              "of its private key (key)")
         return self
 

@@ -130,17 +130,18 @@ class RolloutModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
-        """Raise ValueError unless external servers are listed by one key. The length of `urls` becomes `engine_num`."""
+        """Raise ValueError if the servers' keys do not fit the engine type: http needs exactly one and neither lora nor
+        server_args, other types none. The length of `urls` becomes `engine_num`."""
         servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
             if keys_in_use:
-                raise ValueError(f"has servers.{keys_in_use[0]} with engine_type {self.engine_type}: set it to http")
+                raise ValueError(f"has servers.{keys_in_use[0]}, so engine_type must be http, not {self.engine_type}")
             return self
         if len(keys_in_use) != 1:
             keys = " and ".join(keys_in_use) or "none"
             raise ValueError(f"of type http needs one of servers.urls, servers.file, servers.command, not {keys}")
-        if len(set(servers.urls)) < len(servers.urls):
-            raise ValueError("names a server twice in servers.urls: each is one engine")
+        if (duplicate := next((url for url in servers.urls if servers.urls.count(url) > 1), None)) is not None:
+            raise ValueError(f"names {duplicate} more than once in servers.urls: name each server once")
         if self.lora is not None:
             raise ValueError("of type http has lora: external servers get no adapters; use type vllm")
         if self.server_args:

@@ -166,7 +166,7 @@ class ExplorerConfig(Section):
         if self.proxy_without_key and not is_loopback(self.listen_address):
             raise ValueError(
                 f"has proxy_without_key with listen_address {self.listen_address!r}, which other machines can reach: "
-                "leave it on 127.0.0.1, or give clients the key that `trinity-es serve` prints"
+                "set it to 127.0.0.1, or give clients the key that `trinity-es serve` prints"
             )
         names = ["rollout", "runner", *(m.name for m in self.auxiliary_models)]  # runner-0 is of the rollout model
         duplicate = next((n for n in names if names.count(n) > 1), None)

@@ -68,5 +68,5 @@ class Section(BaseModel):
     def _recordable(cls, value: Any) -> Any:
         """Return the value of any field. Raises ValueError for a number that the log can't hold."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("must be a whole number that fits into 64 bits with its sign: it is recorded in the log")
+            raise ValueError("must fit into a signed 64-bit integer, since it is recorded in the log")
         return value

@@ -70,7 +70,7 @@ def checked_adapter(
 
 def require_same(path: str | Path, digest: str, files: AdapterFiles) -> None:
     if files.digest != digest:
-        raise SyncError(f"the files at {path} changed since they were published: give them a new version")
+        raise SyncError(f"the files at {path} changed since they were published: publish them as a new version")
 
 
 def _rank(settings: bytes) -> int:
@@ -136,7 +136,7 @@ def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[s
     if ".experts" in module:  # the layout of experts' matrices depends on the model: the engine checks it
         return 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, not [rank, in] and [out, rank]")
+        raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, expected [rank, in] and [out, rank]")
     if shapes is not None:
         shape = _base_shape(module, shapes)
         if shape is None:

@@ -128,7 +128,7 @@ def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 def torch_type(dtype: str) -> str:
     """Return torch's name of a safetensors dtype: BF16 -> bfloat16. Raises ValueError for any other dtype."""
     if dtype not in _TORCH:
-        raise ValueError(f"tensors of type {dtype} can't be sent")
+        raise ValueError(f"tensors of type {dtype} can't be sent: convert them to one of {', '.join(_TORCH)}")
     return _TORCH[dtype]
 
 
@@ -161,7 +161,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
         try:
             files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (KeyError, AttributeError, TypeError) as e:
-            raise ValueError(f"{index.name} has no weight_map") from e
+            raise ValueError(f"{index.name} has no object weight_map of file names") from e
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file.name} is missing")

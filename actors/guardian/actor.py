@@ -409,9 +409,9 @@ class Guardian(BaseActor):
             self.retire_coordinator()
 
     def retire_coordinator(self) -> None:
-        """Have the coordinator close the log and end; if it has ended, end the remaining processes."""
+        """Have the coordinator close the log and end. If it has, and the system is ending, end the other processes."""
         child = self.children["coordinator"]
-        if child.state == "waiting":
+        if child.state == "waiting":  # for its restart
             child.state = "down"
         elif child.state not in ENDED:
             self.send(child.address, messages.Retire())

@@ -72,7 +72,7 @@ def listing(folder: Path) -> list[FileFacts]:
             status = os.fstat(file.fileno())
         files.append(FileFacts(name, status.st_size, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)))
     if not files:
-        raise FileNotFoundError(f"no files in {folder}")
+        raise FileNotFoundError(f"the folder {folder} holds no files")
     return files
 
 
@@ -88,5 +88,5 @@ def _digest(path: Path, size: int) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if file.tell() != size:
-            raise OSError(f"{path} has {file.tell()} bytes now instead of {size}")
+            raise OSError(f"{path} changed while it was hashed: it has {file.tell()} bytes instead of {size}")
         return digest

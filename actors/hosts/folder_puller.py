@@ -205,8 +205,8 @@ class FolderPuller:
             missing_bytes = sum(file.size - start for _, file, start, _ in incomplete)
             total_bytes = sum(file.size for file in files)
             if incomplete and missing_bytes + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
-                raise _LocalProblem(f"it takes {_size_text(missing_bytes)}, and {_size_text(free)} are free: enlarge "
-                                    "it, or set hosts.weights_dir of this host to another folder")
+                raise _LocalProblem(f"the files take {_size_text(missing_bytes)}, but {_size_text(free)} are free: "
+                                    "free space, or set hosts.weights_dir of this host to another folder")
             for number, file, start, hasher in incomplete:
                 path = partial / file.name
                 with _opened_at(path, start) as output:
@@ -218,10 +218,10 @@ class FolderPuller:
                                 pull.report(f"{_size_text(total_bytes - missing_bytes)} of {_size_text(total_bytes)}")
                 if hasher.hexdigest() != files[file]:
                     path.unlink(missing_ok=True)
-                    problem = f"{file.name} came with other bytes than the head's digest of it says"
+                    problem = f"{file.name} does not match the SHA-256 digest that the head sent"
                     if pull.has_differed:
                         raise SyncError(
-                            f"{pull.name} can't be pulled from the head: {problem}, twice: is its disk sound?")
+                            f"{pull.name} can't be pulled from the head: {problem}, twice: check its disk")
                     pull.has_differed = True
                     raise NotOurs(problem)
                 self._digests_by_file[path] = files[file]
@@ -274,7 +274,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise _LocalProblem("another process pulls it there now; this one tries again") from e
+            raise _LocalProblem("another process is pulling the same files there; this process tries again") from e
         except OSError:
             pass  # a file system without folder locks, such as NFS: the machine's name is in the path
         yield
@@ -285,7 +285,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _checked_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
     """Return a file that the head listed. Raises NotOurs for a name that is no file name, such as `../x`."""
     if Path(name).name != name or name in ("", ".", ".."):
-        raise NotOurs(f"the head names a file {name!r}")
+        raise NotOurs(f"the head listed a file named {name!r}, which is not a plain file name")
     inode, content_changed_at, inode_changed_at = identity
     return FileFacts(name, size, (inode, content_changed_at, inode_changed_at))
 
@@ -303,7 +303,7 @@ def _make_private(folder: Path) -> None:
     """Make this folder for this user alone. Raises _LocalProblem if another user, who may guess its name, made it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
-        raise _LocalProblem("it belongs to another user, who could change what is in it")
+        raise _LocalProblem("the folder belongs to another user, who could change its files: set hosts.weights_dir")
     folder.chmod(0o700)
 
 

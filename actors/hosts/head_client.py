@@ -87,7 +87,7 @@ class HeadDialer:
         """
         place = await asyncio.to_thread(self._find)
         if place is None:
-            raise ConnectionError("no head leads now")
+            raise ConnectionError("the run has no coordinator now, so there is no head to connect to")
         headers = {
             "Authorization": bearer(await asyncio.to_thread(self._key), place.digest), NAME_HEADER: self._name,
             "Accept-Encoding": "identity",
@@ -103,13 +103,13 @@ class HeadDialer:
         except aiohttp.ServerFingerprintMismatch as e:
             raise NotOurs(
                 f"the server at {place} does not have the head's certificate that the log names: it is an earlier head "
-                "or a stranger"
+                "or another program"
             ) from e
         except aiohttp.ClientResponseError as e:
             if e.status == 401:
-                raise NotOurs("the head has another key: give this host the head's (hosts.key_file, --key-file or "
+                raise NotOurs("the head has another key: give this host the same key (hosts.key_file, --key-file or "
                               "TRINITY_ES_KEY)") from e
-            raise ConnectionError(f"the head answers with {e.status} ({e.message})") from e
+            raise ConnectionError(f"the head answered with HTTP status {e.status} ({e.message})") from e
         except aiohttp.ClientConnectorError as e:
             raise e.os_error from e
         except aiohttp.ClientError as e:

@@ -426,7 +426,7 @@ async def _first_message(ws: web.WebSocketResponse | ClientWebSocketResponse, se
     """Return the first message of the other side. Raises ConnectionError, TimeoutError."""
     message = await ws.receive(seconds)
     if message.type is not WSMsgType.TEXT:
-        raise ConnectionError("the other side ended the connection")
+        raise ConnectionError("the other side closed the connection")
     content: dict[str, Any] = json.loads(message.data)
     return content
 

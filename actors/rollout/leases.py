@@ -70,7 +70,7 @@ class RunLeases:
         any other change at once. Raises WorkflowError for `taken` after the end of the run.
         """
         if what == "taken" and self._is_over:
-            raise WorkflowError("the run is over: it can take no lease")
+            raise WorkflowError("the run is over and can't take a lease: take leases only while the workflow runs")
         if self._recorder is not None and (what == "taken" or lease in self._open_keys):
             if what in ("released", "left"):
                 self._open_keys.discard(lease)
@@ -311,7 +311,7 @@ class Lease:
     def __enter__(self) -> Self:
         """Take the lease. Raises WorkflowError if an event loop runs in this thread."""
         if running_loop() is not None:
-            raise WorkflowError("a lease taken by `with` would stop the event loop that runs here: use `async with`")
+            raise WorkflowError("a lease taken by `with` would block the event loop: use `async with`")
         self._is_sync = True
         try:
             return driven(self._enter())
@@ -381,7 +381,7 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
         coroutine.send(None)
     except StopIteration as e:
         return cast(_T, e.value)
-    raise RuntimeError("the coroutine waits for an event loop, and `driven` has none")
+    raise RuntimeError("`driven` got a coroutine that waits for an event loop, and `driven` has none")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

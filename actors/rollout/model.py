@@ -197,7 +197,7 @@ class Model(OpenAIAccess):
         self._require_open()
         tokens = token_ids if tokens is None else tokens
         if tokens is None:
-            raise WorkflowError("logprobs of which tokens? Give their ids")
+            raise WorkflowError("logprobs was called without token ids: give `tokens` or `token_ids`")
         ids = [int(t) for t in checked_prompt(tokens, WorkflowError)]
         if temperature is None:
             temperature = self.sampling.temperature or 1.0
@@ -246,9 +246,9 @@ class Model(OpenAIAccess):
             return sampled
         if not (as_text or is_auxiliary) and self._answered_in(chat, tools):
             raise WorkflowError(
-                "no answer of this run is in the conversation as it was sampled, after the prompt that it was sampled "
-                "for, or several fit that differ only in reasoning that it leaves out. Keep the reasoning "
-                "(reasoning_content), return extract_experience_from_history(), or train on the text with as_text=True"
+                "the messages contain no answer as this run sampled it, or several answers fit that differ only in "
+                "left-out reasoning. Keep the reasoning (reasoning_content), return "
+                "extract_experience_from_history(), or train on the text with as_text=True"
             )
         limit = context_length - 1 if context_length else None
         experience = await off_the_loop(is_large(chat), lambda: self.tokenized(chat, tools=tools, limit=limit))
@@ -348,7 +348,7 @@ class Model(OpenAIAccess):
     def _require_open(self) -> None:
         if self._is_over:
             raise WorkflowError(
-                "this model can't answer, its run is over: let a workflow await all that it starts, and read "
+                "this model can't answer, since its run is over: let the workflow await all that it starts, and read "
                 "self.model again in each run (a workflow that is reset gets another one)"
             )
 

@@ -107,7 +107,7 @@ def _plain(what: str, value: Any) -> Any:
         return plain(value)
     except NotPlain as e:
         path = "".join(reversed(e.path))
-        raise WorkflowError(f"{what} must be plain JSON, and {path or 'it'} {e.problem}") from None
+        raise WorkflowError(f"{what} must be plain JSON, but {path or 'the value'} {e.problem}") from None
 
 
 def _as_json(error: Exception) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def grouped_by_run(
         if experience.eid.run not in by_run:
             raise errors.WorkflowError(
                 f"{workflow} gave an experience of run {experience.eid.run}: "
-                f"runs {runs.start} to {runs.stop - 1} were asked for (set eid.run = run_id_base + i)"
+                f"runs {runs.start} to {runs.stop - 1} are expected (set eid.run = run_id_base + i)"
             )
         by_run[experience.eid.run].append(experience)
     return by_run

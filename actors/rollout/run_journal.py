@@ -247,17 +247,17 @@ class JournaledCall:
         ids = kept.prompt or ([] if isinstance(self.prompt, str) else self.prompt)
         if kept.finish:
             return _completion(ids, kept)
-        length = len(kept.tokens) if self._can_go_on(kept) else 0
-        alone = replace(sampling, n=1, seed=_seed(sampling.seed, choice, length))
-        if not length:
-            [answer] = await self._ask(ask, self.prompt, alone, [choice])
+        kept_length = len(kept.tokens) if self._can_go_on(kept) else 0
+        one_answer = replace(sampling, n=1, seed=_seed(sampling.seed, choice, kept_length))
+        if not kept_length:
+            [answer] = await self._ask(ask, self.prompt, one_answer, [choice])
             return answer
-        ended = _ended(cast(KeepsProgress, self.engine), ids, sampling, kept)
-        if ended is not None:
-            return ended
-        least = max(0, sampling.min_tokens - length)
-        alone = replace(alone, max_tokens=sampling.max_tokens - length, min_tokens=least)
-        [answer] = await self._ask(ask, [*ids, *kept.tokens], alone, [choice], kept)
+        complete_answer = _if_complete(cast(KeepsProgress, self.engine), ids, sampling, kept)
+        if complete_answer is not None:
+            return complete_answer
+        min_tokens = max(0, sampling.min_tokens - kept_length)
+        one_answer = replace(one_answer, max_tokens=sampling.max_tokens - kept_length, min_tokens=min_tokens)
+        [answer] = await self._ask(ask, [*ids, *kept.tokens], one_answer, [choice], kept)
         return answer
 
     async def _ask(
@@ -336,7 +336,9 @@ def _stop_place(engine: KeepsProgress, prompt: list[int], sampling: Sampling, to
     return count, before_stop(count) or ""
 
 
-def _ended(engine: KeepsProgress, prompt: list[int], sampling: Sampling, kept: KeptAnswer) -> Completion | None:
+def _if_complete(
+    engine: KeepsProgress, prompt: list[int], sampling: Sampling, kept: KeptAnswer,
+) -> Completion | None:
     """Return the whole answer if the kept part is complete, although its end was not recorded; else None."""
     count, text = _stop_place(engine, prompt, sampling, kept.tokens)
     if count:

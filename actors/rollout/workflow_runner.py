@@ -210,20 +210,20 @@ class WorkflowRunner:
                 try:
                     cls = await asyncio.wait_for(importing, START_SECONDS)
                 except TimeoutError:
-                    raise errors.WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
+                    raise errors.WorkflowError(f"the import of {name} took more than {START_SECONDS:.0f} s") from None
                 if getattr(cls, "is_async", False):
                     self.workers.templates.forget(path)
                 return cls
             return resolve(name, self.registry, "workflow")
 
     def _portable_task(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
-        """Return the task in the form for a worker process; None if it plays in this process."""
+        """Return the task in the form for a worker process; None if the task must run in this process."""
         if self.workers is None or getattr(cls, "is_async", False):
             return None
         try:
-            # The name in the task first: a class that a function made can't be imported by its own name.
-            path = class_path(task.workflow or cls)
-            return {**task_to_dict(task), "workflow": self.registry.get(path, path)}
+            # Prefer the name in the task: a class that a function made can't be imported by its own name.
+            name_or_path = class_path(task.workflow or cls)
+            return {**task_to_dict(task), "workflow": self.registry.get(name_or_path, name_or_path)}
         except errors.TaskNotSerializable:
             return None
 

@@ -42,7 +42,7 @@ async def serve_adapters(
         started_at = time.monotonic()
         try:
             if not hasattr(engine, "load_adapter"):
-                raise SyncError(f"{type(engine).__name__} serves no adapters")
+                raise SyncError(f"engine {type(engine).__name__} serves no adapters: use engine_type vllm")
             require_same(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
             await serving.load_adapter(name, version, event.path, event.digest)
         except BaseException as e:

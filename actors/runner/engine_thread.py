@@ -427,7 +427,7 @@ class EngineThread:
         try:
             engine = cast(ReceivesWeights, self.engine)
             if not hasattr(engine, "join_weight_group"):
-                raise SyncError(f"{self.model_config.engine_class} can't get weights from a group of processes")
+                raise SyncError(f"{self.model_config.engine_class} can't join a group for weights")
             await engine.join_weight_group(
                 message.address, message.port, message.rank_offset, message.world_size, self.patience
             )

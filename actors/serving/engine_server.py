@@ -358,7 +358,7 @@ class _Exchange:
         return {"type": "http.disconnect"}
 
     def abort(self) -> None:
-        """End the request with 503, since its run is over: for the application, the client has left."""
+        """Abort the request, since its run is over: the application sees that the client left, the client gets 503."""
         if not self._is_aborted:
             self._is_aborted = True
             self._leave()

@@ -42,7 +42,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
-        raise ApiError(f"the body is no JSON: {e}") from e
+        raise ApiError(f"the body is not JSON: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(f"the body is JSON of type {type(body).__name__}: give an object")
     return body

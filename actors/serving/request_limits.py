@@ -60,7 +60,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
             if problem := oversized({name: part[name]}):
                 raise ApiError(f"{name}: {problem}", param=name, code="invalid_value")
     if sampling.get("use_beam_search"):
-        raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
+        raise ApiError("use_beam_search: beams are not sampled, so they can't be trained on: leave it out",
                        param="use_beam_search", code="unsupported_value")
     adapter = sampling.get("adapter", body.get("adapter"))
     if adapter is not None:  # forwarded, it would change nothing, and another model than the requested one would answer
@@ -68,7 +68,8 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
                        param="adapter", code="unsupported_value")
     for name in ("background", "previous_response_id"):
         if path == RESPONSES and body.get(name):
-            raise ApiError(f"{name}: no answer is kept here beyond its request", param=name, code="unsupported_value")
+            raise ApiError(f"{name}: leave this field out, as no answer is kept after its request", param=name,
+                           code="unsupported_value")
     field = {COMPLETIONS: "prompt", BATCH: "messages"}.get(path, "")
     prompts = body.get(field)
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
@@ -114,7 +115,7 @@ def dumped(body: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(body)
     except TypeError as e:
-        raise ApiError(f"the body is no JSON that can be passed on: {e}") from e
+        raise ApiError(f"the body can't be passed on as JSON: {e}") from e
 
 
 def completed(

@@ -131,8 +131,8 @@ class _SmallServer:
         """Continue one prompt or several, as OpenAI's route does."""
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
-            raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest "
-                         "tokens beside each sampled one")
+            raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: how many of the likeliest "
+                        "tokens to return with each sampled one")
         with_logprobs, top_count = logprobs is not None, logprobs or 0
         answer = self._empty_answer(body, record, is_chat=False, with_logprobs=with_logprobs, top_count=top_count)
         return await self._respond(record, prompts_of(body.get("prompt")), answer)
@@ -146,7 +146,7 @@ class _SmallServer:
         if top_count:
             sampling = merged_into(sampling, {"top_logprobs": top_count}, "logprobs")
         if body.get("stream"):
-            raise wrong("stream", True, "false: token ids are answered whole here")
+            raise wrong("stream", True, "false: this route does not stream")
         [completions] = await self._generated(record, [ids], sampling)
         choices = [
             {"index": i, "finish_reason": c.finish_reason, "token_ids": c.token_ids,
@@ -228,7 +228,7 @@ class _SmallServer:
                         if not part.finish_reason:  # the last part waits until the completion is recorded
                             yield answer.chunk(part, 0)
                 if not parts or not parts[-1].finish_reason:
-                    raise EngineError("the stream ended without an end of its answer")
+                    raise EngineError("the stream ended before the answer was complete")
                 generation.completions = [Completion.joined(parts)]
             except EngineError as e:
                 record.fail(e)
@@ -271,7 +271,7 @@ class _Answer:
                 self._response_tokens += len(c.token_ids)
                 text = {"message": {"role": "assistant", "content": c.text}} if self._is_chat else {"text": c.text}
                 prompt = {"prompt_token_ids": c.prompt_token_ids} if self._with_ids and not self._is_chat else {}
-                choices.append({"index": len(choices), **text, **self._choice(c, 0), **prompt})
+                choices.append({"index": len(choices), **text, **self._common_fields(c, 0), **prompt})
         head = dict(self._head)
         if self._with_ids and self._is_chat:
             head["prompt_token_ids"] = groups[0][0].prompt_token_ids
@@ -281,7 +281,7 @@ class _Answer:
         """Return the event with the next part of completion `index`. `new_prompt`: its prompt is not counted yet."""
         text: dict[str, Any] = {"delta": {"content": part.text}} if self._is_chat else {"text": part.text}
         body, offset = dict(self._head), self._text_lengths.get(index, 0)
-        choice = {"index": index, **text, **self._choice(part, offset)}
+        choice = {"index": index, **text, **self._common_fields(part, offset)}
         if index not in self._text_lengths:
             self._prompt_tokens += len(part.prompt_token_ids) if new_prompt else 0
             if self._is_chat:
@@ -299,8 +299,8 @@ class _Answer:
         usage = {**self._head, "choices": [], "usage": _usage(self._prompt_tokens, self._response_tokens)}
         return (event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
 
-    def _choice(self, c: Completion, offset: int) -> dict[str, Any]:
-        """Return fields of a choice, whole or in a chunk. `offset`: number of its characters before the chunk."""
+    def _common_fields(self, c: Completion, offset: int) -> dict[str, Any]:
+        """Return the fields of a choice or chunk that both routes have. `offset`: characters before the chunk."""
         logprobs = self._logprobs(c, offset) if self._with_logprobs else None
         ids = {"token_ids": c.token_ids} if self._with_ids else {}
         return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}

@@ -127,7 +127,7 @@ def _message(source: Any, where: str) -> dict[str, Any]:
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise wrong(f"{where}.content", content, "parts of type text: no others are understood", param="messages")
+            raise wrong(f"{where}.content", content, "parts of type text only", param="messages")
         content = "\n".join(part["text"] for part in content)  # as vLLM's server does
     if not isinstance(content, str):
         raise wrong(f"{where}.content", content, "a text", param="messages")

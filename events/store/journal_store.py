@@ -72,7 +72,7 @@ class _Files:
     quick = True
 
     def __init__(self, root: Path, power: bool) -> None:
-        self._root, self._power = root, power
+        self._root, self._survives_power_loss = root, power
         self._open: dict[tuple[Life, int], int] = {}
         """Descriptors by life and segment: of the newest segment, and of earlier ones until they are synced."""
 
@@ -102,7 +102,7 @@ class _Files:
         """Sync what was written, and close all segments but the newest, which is written on."""
         newest = max(self._open, default=None)
         for key, handle in list(self._open.items()):
-            if self._power:
+            if self._survives_power_loss:
                 os.fdatasync(handle)
             if newest is not None and key < newest:
                 os.close(self._open.pop(key))

@@ -185,7 +185,7 @@ class EventLog:
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
-                f"({e.orig}); run verify"
+                f"({e.orig}); run `trinity-es verify`"
             ) from e
         versions = {item.stream: item.version for item in recorded}
         statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
@@ -311,12 +311,13 @@ class EventLog:
                 if types is None:
                     if stream is None and position != after + 1:
                         raise LogCorrupt(
-                            f"{self.url}: positions {after + 1} to {position - 1} are missing; run verify",
+                            f"{self.url}: positions {after + 1} to {position - 1} are missing; run `trinity-es verify`",
                             position=after + 1,
                         )
                     if stream is not None and version and row_version != version + 1:
                         raise LogCorrupt(
-                            f"{self.url}: {stream} has no version {version + 1}; run verify", position=position
+                            f"{self.url}: {stream} has no version {version + 1}; run `trinity-es verify`",
+                            position=position
                         )
                 after, version = position, row_version
                 yield from_row(row)

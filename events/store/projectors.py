@@ -30,7 +30,7 @@ class ReadModels:
     def __init__(self, db: Database, projectors: Sequence[Projector]) -> None:
         self._db, self.projectors = db, tuple(projectors)
         if len({p.name for p in projectors}) != len(projectors):
-            raise ValueError("two projectors have the same name")
+            raise ValueError(f"projectors need different names, not {sorted(p.name for p in projectors)}")
 
     def prepare(self, connection: Connection) -> None:
         """Create missing tables, and bring those that are behind up to date."""

@@ -78,5 +78,5 @@ def check(lease: Lease, epoch: int | None) -> None:
     if epoch != lease.epoch:
         raise Fenced(
             f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "
-            "this one must stop", lease=lease.name, epoch=lease.epoch, current=epoch,
+            "this writer must stop", lease=lease.name, epoch=lease.epoch, current=epoch,
         )

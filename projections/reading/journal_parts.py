@@ -41,7 +41,7 @@ class JournalPart:
 def journal_parts(data: bytes) -> list[JournalPart]:
     """Return the parts of a payload of `AttemptKept`, in the order of their first records."""
     runs = kept_runs([data])
-    seconds_by_part: dict[tuple[int, str, int, int], list[float]] = {}
+    seconds_by_part: dict[tuple[int, str, int, int], list[float]] = {}  # by run, name, nth, choice (-1: it is a step)
     for head, _, _ in frames(data):
         if "step" in head or "call" in head:
             key = head["run"][3], head.get("step") or head["call"], head["nth"], head.get("choice", -1)

@@ -115,7 +115,7 @@ class LogEvents:
                     if reread is None or reread.hash != newest.hash:
                         raise LogRewound(
                             f"{self.url} no longer has the event read at position {position}: it was restored from an "
-                            "older copy, or its server lost commits. Read it again from its start")
+                            "older copy, or its server lost commits. Read the log again from its start")
                 for recorded in self._events.read(after=position):
                     position, newest = recorded.position, recorded
                     yield recorded

@@ -65,7 +65,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
     if set(train) != set(steps) or set(advanced) != set(steps):
         names = ", ".join(map(repr, tasksets))
         raise ConfigError(
-            f"the log {log.url} already holds a run ({len(rows)} batches) that is not an explorer's on taskset "
+            f"the log {log.url} already holds another run ({len(rows)} batches), not an explorer's on taskset "
             f"{names}. Choose another `name` (or `--set name=...`), or another `store.url` if the config sets one"
         )
     cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}

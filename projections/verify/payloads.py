@@ -32,7 +32,8 @@ class Needs:
         self._freed: dict[str, int] = {}  # position at which a batch was last freed, by stream
         self.last_position = 0
         """Position of the last noted event."""
-        scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER, task INTEGER)")
+        columns = "digest TEXT, owner TEXT, stream TEXT, position INTEGER, task INTEGER"
+        scratch.execute(f"CREATE TEMP TABLE needed ({columns})")
         self._open: dict[str, BatchId] = {}  # batches that have not ended, by stream
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
@@ -110,7 +111,7 @@ class Needs:
         self._scratch.execute(
             "DELETE FROM needed WHERE position < (SELECT position FROM freed WHERE freed.stream = needed.stream)"
         )
-        return iter(self._scratch.execute("SELECT digest, min(who) FROM needed GROUP BY digest ORDER BY digest"))
+        return iter(self._scratch.execute("SELECT digest, min(owner) FROM needed GROUP BY digest ORDER BY digest"))
 
     def __len__(self) -> int:
         (count,) = self._scratch.execute("SELECT count(DISTINCT digest) FROM needed").fetchone()
@@ -153,7 +154,7 @@ class Payloads:
             self.read_count += 1
             if next_needed is None or next_needed[0] != digest:
                 unneeded_digests.append(digest)
-                self._check_payload(store, digest, "")
+                self._check_payload(store, digest, owner="")
             else:
                 if not self._check_payload(store, digest, next_needed[1]):
                     missing_payloads.append(next_needed)
@@ -166,7 +167,7 @@ class Payloads:
         if progress:
             progress(self.read_count, self.read_count)
         self._add_note(unneeded_digests, "payloads are named by no event: their runner ended before its result was "
-                       "recorded, or this is about to happen")
+                       "recorded, or the result is not recorded yet")
         self._add_note(store.strays(), "files in the payload store are not payloads")
 
     def _add_note(self, names: Sequence[str], text: str) -> None:
@@ -176,7 +177,7 @@ class Payloads:
             self.notes.append(f"{len(names)} {text}: {', '.join(names[:MOST_NAMED])}{more}")
 
     def _check_payload(self, store: PayloadStore, digest: str, owner: str) -> bool:
-        """Return True if the payload exists; report it if it is corrupt."""
+        """Return True if the payload exists, also if it is corrupt, which is reported. `owner`: "" if none needs it."""
         try:
             store.get(digest)
         except PayloadNotFound:

@@ -187,7 +187,7 @@ NAMED = "explorer: {auxiliary_models: [%s]}"
     ("", ["store.url=sqlite://"], "store.url must be a file"),
     ("", ["store.url='sqlite:///:memory:'"], "store.url must be a file"),
     ("", ["explorer.rollout_model.engine_type=http"], "needs one of servers.urls"),
-    (HTTP % (", 'http://a:1'", ""), [], "names a server twice"),
+    (HTTP % (", 'http://a:1'", ""), [], "names http://a:1 more than once"),
     (HTTP % ("", ", lora: {max_rank: 8}"), [], "has lora"),
     (HTTP % ("", ", server_args: {tool_call_parser: hermes}"), [], "has server_args"),
     (HTTP % ("", ""), ["synchronizer.sync_method=nccl"],

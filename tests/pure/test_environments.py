@@ -199,7 +199,7 @@ async def test_only_ids_that_this_run_sampled_are_learned_from_each_of_them_once
     assert [e.action_mask.tolist() for e in both if e.action_mask is not None] == [
         [True, True, False, True, True], [True, True]]
     for tokens, answers in (([65, 66, 101, 102], [(2, 4)]), (two, [(2, 5), (5, 7)]), (two, [(1, 4), (5, 7)])):
-        with pytest.raises(WorkflowError, match="did not sample there"):
+        with pytest.raises(WorkflowError, match="as an answer that this run did not sample"):
             model.experiences_of_ids([(tokens, answers, [])])
 
 

@@ -69,13 +69,13 @@ def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs
 
 
 def test_a_list_of_servers_that_can_not_be_read_is_a_problem() -> None:
-    told = "the list of servers (servers.command): the command failed (exit status 3)"
+    told = "the list of servers (servers.command): servers.command failed with exit status 3"
     [listed] = problems({}, [SERVER], "up", told)
     assert listed.startswith(told)
     assert problems({"state": "retired"}, [], None, told) == [listed, *problems({"state": "retired"}, [])]
 
 
-REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+REFUSAL = f"{URL} can't load weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 AGAIN, AWAY = "`trinity-es restart-runner runner-0`", f"`trinity-es scale CONFIG --remove {URL}`"
 REFUSES: dict[str, Any] = {"places": 4, "model_version": 0, "refused": REFUSAL}
 LOADS: dict[str, Any] = {"places": 4, "model_version": 0, "loading": 1}

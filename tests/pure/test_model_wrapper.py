@@ -245,7 +245,7 @@ async def test_a_model_whose_run_is_over_answers_nothing_more() -> None:
     engine.over.set()
     asked = len(engine.asked)
     for call in (late, model.chat_async(HELLO), model.generate_async("a"), model.logprobs_async([1, 2])):
-        with pytest.raises(WorkflowError, match="its run is over: let a workflow await all that it starts"):
+        with pytest.raises(WorkflowError, match="its run is over: let the workflow await all that it starts"):
             await call
     assert len(engine.asked) == asked, "the engine is not asked for what nobody keeps"
     with pytest.raises(WorkflowError, match="its run is over"):

@@ -175,9 +175,9 @@ ONE, TWO = ({"name": name, "path": "t.jsonl"} for name in "ab")
         ({"selector_type": "random", "feature_keys": ["weak"]}, "random takes no"),
     )),
     ({"tasksets": [ONE, {**TWO, "epochs": 3}], "interleave": "shuffled"}, "different epochs"),
-    ({"tasksets": [ONE, {**TWO, "ratio": 3.0}], "interleave": "shuffled"}, "gives shares by size"),
-    ({"tasksets": [{**ONE, "shuffle": True, "data_selector": {}}]}, "has shuffle and data_selector"),
-    ({"eval_tasksets": [{**ONE, "data_selector": {"selector_type": "random"}}]}, "an eval plays every row once"),
+    ({"tasksets": [ONE, {**TWO, "ratio": 3.0}], "interleave": "shuffled"}, "takes every row once, and a ratio"),
+    ({"tasksets": [{**ONE, "shuffle": True, "data_selector": {}}]}, "has both shuffle and data_selector"),
+    ({"eval_tasksets": [{**ONE, "data_selector": {"selector_type": "random"}}]}, "as evals play all rows"),
 ])
 def test_p50_an_order_that_can_not_be_is_refused_with_the_config(inputs: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -43,14 +43,14 @@ def config(*tasksets: dict[str, Any], folder: Path | None = None) -> Config:
 
 # --- the config -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("keys", "told"), [
-    ({"path": "hub:people/letters"}, "has the path hub:people/letters, and no split"),
+    ({"path": "hub:people/letters"}, "has the path hub:people/letters and no split"),
     ({"path": "hub:a/b/c", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
     ({"path": "hub:", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
     ({"path": "reasoning_gym:"}, "write a family as reasoning_gym:leg_counting"),
     ({"path": "reasoning_gym:gcd", "split": "train"}, "remove it, and choose other tasks by args.seed"),
-    ({"path": "a.jsonl", "revision": "v1"}, "has revision, which only a dataset of the hub has"),
-    ({"path": "reasoning_gym:gcd", "subset": "v1"}, "has subset, which only a dataset of the hub has"),
-    ({"path": "hub:people/letters", "split": "x", "args": {"size": 3}}, "has args, which only a family"),
+    ({"path": "a.jsonl", "revision": "v1"}, "has revision, which is only for a dataset of the hub"),
+    ({"path": "reasoning_gym:gcd", "subset": "v1"}, "has subset, which is only for a dataset of the hub"),
+    ({"path": "hub:people/letters", "split": "x", "args": {"size": 3}}, "has args, which only reasoning-gym takes"),
 ])
 def test_keys_that_do_not_fit_the_path_are_refused(keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -28,8 +28,8 @@ def publish(
         )
     if new.adapter in models:
         raise SyncError(
-            f"adapter {new.adapter!r} was not published: a model has that name. Give the adapter another one, since a "
-            "request names one or the other"
+            f"adapter {new.adapter!r} was not published: a model has that name. Give the adapter another name, "
+            "since requests name adapters like models"
         )
     latest = adapters.get(new.adapter)
     current = current_adapters(adapters)
@@ -42,11 +42,11 @@ def publish(
             return []
         if isinstance(latest, ev.AdapterRemoved) or latest.digest != new.digest:
             fate = "removed" if isinstance(latest, ev.AdapterRemoved) else "published with other contents"
-            raise SyncError(f"version {new.version} of adapter {new.adapter!r} was {fate}: give it a new version")
+            raise SyncError(f"version {new.version} of adapter {new.adapter!r} was {fate}: publish a higher version")
     if new.adapter not in current and len(current) >= room:
         raise SyncError(
-            f"adapter {new.adapter!r} was not published: engines have room for {room}, and there are "
-            f"{', '.join(current)}. remove_adapter one, or raise explorer.rollout_model.lora.max_adapters and restart"
+            f"adapter {new.adapter!r} was not published: engines have room for {room} adapters and serve "
+            f"{', '.join(current)}. Call remove_adapter, or raise explorer.rollout_model.lora.max_adapters and restart"
         )
     return [new]
 
@@ -56,7 +56,7 @@ def remove(adapters: Adapters, name: str) -> list[ev.Event]:
     latest = adapters.get(name)
     if latest is None:
         names = ", ".join(current_adapters(adapters)) or "none"
-        raise SyncError(f"there is no adapter {name!r}: there are {names}")
+        raise SyncError(f"there is no adapter {name!r}; current adapters: {names}")
     return [] if isinstance(latest, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=latest.version)]
 
 

@@ -248,11 +248,11 @@ def require_batch(
     `advice`: what to do with a batch of another type; default: finalize it by its own call.
     """
     if batch is None:
-        raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
+        raise BatchNotFound(f"batch {batch_id!r} is not registered: submit it with submit_batch first")
     if batch.batch_type != batch_type:
         own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
         raise BatchTypeMismatch(
-            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
+            f"batch {batch_id!r} is of type {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
     return batch
 
 
@@ -269,7 +269,7 @@ def add(
     if request in batch.additions:
         return []
     if batch.state is not BatchLifecycleState.RUNNING:
-        raise DataError(f"batch {batch.batch_id!r} is {batch.state}: tasks are added to a RUNNING batch")
+        raise DataError(f"batch {batch.batch_id!r} is {batch.state}: tasks can be added only to a RUNNING batch")
     require_runs(batch.batch_id, repeat_times)
     return [ev.TasksAdded(repeat_times=repeat_times, tasks=tasks, tasks_digest=tasks_digest,
                           runs_per_unit=runs_per_unit, request=request)]
@@ -279,7 +279,7 @@ def require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
     """Raise DataError if a task has no run."""
     for task, runs in enumerate(repeat_times):
         if runs < 1:
-            raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {runs}: at least 1")
+            raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {runs}, expected at least 1")
 
 
 def start_finalizing(
@@ -351,14 +351,14 @@ def reopen(
     Raises BatchNotFound, DataError.
     """
     if batch is None:
-        raise BatchNotFound(f"batch {batch_id!r} is not registered")
+        raise BatchNotFound(f"batch {batch_id!r} is not registered: no batch with this id was submitted")
     if batch.state.ended:
         raise DataError(
-            f"batch {batch_id!r} is {batch.state}: its result was given out and stands; submit the tasks again, under "
-            "this id or another"
+            f"batch {batch_id!r} is {batch.state}: its result was handed out and can't change; submit the tasks "
+            "again, under this id or another"
         )
     if batch.state is BatchLifecycleState.FINALIZING:
-        raise DataError(f"batch {batch_id!r} is in the pipeline: wait until its finalize has an answer")
+        raise DataError(f"batch {batch_id!r} is being finalized: wait until finalize returns")
     last = batch.expected_task_count - 1
     events: list[ev.Event] = []
     for number in dict.fromkeys(tasks):
@@ -368,9 +368,9 @@ def reopen(
         if request and task.reopened == request:
             continue
         if number in batch.taken:
-            raise DataError(f"the results of task {number} of batch {batch_id!r} were taken: schedule it again")
+            raise DataError(f"the results of task {number} of batch {batch_id!r} were handed out: schedule a new task")
         if number not in batch.statuses and number not in batch.dropped:
-            raise DataError(f"task {number} of batch {batch_id!r} has not ended: it will run anyway")
+            raise DataError(f"task {number} of batch {batch_id!r} has not ended yet: redo takes ended tasks only")
         size = min(runs_per_unit or task.total_runs, task.total_runs)
         units = [
             ev.Unit(task=number, run_id_base=base, runs=min(size, task.total_runs - base), attempt=task.attempts + 1)

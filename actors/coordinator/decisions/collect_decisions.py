@@ -33,8 +33,8 @@ def schedule(
     require_runs(batch_id, repeat_times)
     if existing is not None and existing.batch_type == "train" and existing.state is BatchLifecycleState.FINALIZED:
         raise BatchAlreadyActive(
-            f"batch {batch_id!r} is a finalized train batch, and its experiences belong to a trainer: schedule under "
-            "another id"
+            f"batch {batch_id!r} is a finalized train batch, and its experiences belong to a trainer: schedule tasks "
+            "under another batch id"
         )
     if existing is None or existing.state.ended:
         return [
@@ -63,7 +63,7 @@ def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | 
         return None
     if batch.batch_type != "collect":
         raise BatchTypeMismatch(
-            f"batch {batch_id!r} was submitted with submit_batch: finalize_{batch.batch_type}_batch gives its result"
+            f"batch {batch_id!r} was submitted with submit_batch: call finalize_{batch.batch_type}_batch for its result"
         )
     return batch
 

@@ -43,12 +43,12 @@ def welcome(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[
     """
     if hello.build != build:
         return Refusal(
-            f"it runs trinity-es {hello.build}, the head runs {build}: install the same on both", for_good=True)
+            f"the host runs trinity-es {hello.build}, the head runs {build}: install the same on both", for_good=True)
     host = hosts.get(hello.name)
     if host is not None and host.life == hello.life:
         if host.there:
             return []
-        return Refusal(f"its epoch {host.epoch} is over ({host.reason}): it starts again", for_good=True)
+        return Refusal(f"its epoch {host.epoch} is over ({host.reason}): restart the host", for_good=True)
     if host is not None and host.there and connected:
         return Refusal(
             f"a host named {hello.name} has already joined (pid {host.pid}, from {host.address}): "

@@ -104,7 +104,7 @@ def apply_change(
     match change.what:
         case "taken" if lease is None:
             if end_reason:
-                raise WorkflowError(f"no lease for a run that is over: {end_reason}")
+                raise WorkflowError(f"this run is over and can't take a lease: {end_reason}")
             return [ev.LeaseTaken(
                 lease=lease_id, batch_id=change.batch_id, submission=change.submission, unit=change.unit,
                 run=change.run, runner=runner, incarnation=incarnation, provider=change.provider, args=change.args,

@@ -44,7 +44,7 @@ def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[s
     """
     urls_to_add, urls_to_remove = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
     if both := sorted(set(urls_to_add) & set(urls_to_remove)):
-        raise DataError(f"{both[0]} can't be added and removed at once")
+        raise DataError(f"server {both[0]} can't be added and removed in one command")
     events: list[ev.Event] = []
     runners = {s.runner for s in servers.values()}
     for url in urls_to_add:
@@ -55,7 +55,7 @@ def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[s
         server = servers.get(url)
         if server is None:
             wanted_urls = ", ".join(sorted(s.url for s in servers.values() if s.wanted)) or "none"
-            raise DataError(f"{url} can't be removed: it is no server of this run; there are {wanted_urls}")
+            raise DataError(f"{url} can't be removed, as it is not a server of this run; its servers: {wanted_urls}")
         if server.wanted or server.by != "scale":
             events.append(ev.ServerRemoved(url=url, runner=server.runner, by="scale"))
     return events

@@ -50,8 +50,8 @@ class OperatorModels:
             if not self._urls_changed.wait_for(lambda: all(self._urls.values()), self._patience):
                 missing = ", ".join(name for name, urls in self._urls.items() if not urls)
                 raise EngineError(
-                    f"no engine of auxiliary model {missing} serves after {self._patience:g} s, and an operator of the "
-                    "pipeline needs it. `trinity-es status` shows its runners"
+                    f"no engine of auxiliary model {missing}, which a pipeline operator needs, was ready within "
+                    f"{self._patience:g} s. `trinity-es status` shows its runners"
                 )
             sorted_urls = {name: [url for _, url in sorted(urls.items())] for name, urls in self._urls.items()}
         clients: dict[str, list[Any]] = {}

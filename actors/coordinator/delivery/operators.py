@@ -234,7 +234,7 @@ class RewardShaping:
                     raise DataError(f"experience {experience.eid}: info[{key!r}] is {value!r}, expected a number")
                 reward = _apply(operation, reward, weight * value)
         if reward is not None and not math.isfinite(reward):
-            raise DataError(f"experience {experience.eid}: its shaped reward is {reward}")
+            raise DataError(f"experience {experience.eid}: its shaped reward is {reward}, expected a finite number")
         return reward
 
 

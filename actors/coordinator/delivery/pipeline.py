@@ -230,7 +230,7 @@ def _entry_name(entry: Mapping[str, Any]) -> str:
     unknown_keys = entry.keys() - {"name", "args"}
     name = entry.get("name")
     if unknown_keys or not isinstance(name, str):
-        raise ConfigError(f"an operator is {{name, args}}, not {dict(entry)!r}")
+        raise ConfigError(f"an entry of operators must be {{name, args}}, not {dict(entry)!r}")
     return name
 
 
@@ -261,13 +261,13 @@ def _checked(label: str, returned: Any) -> Operated:
         )
     for experience in experiences:
         if not isinstance(experience, Experience):
-            raise operator_error(f"returned a {type(experience).__name__} among the experiences")
+            raise operator_error(f"returned a {type(experience).__name__} among its experiences")
     try:
         usable, error = _without_bad_runs(experiences, Experience.validate, NotFinite)
         if error is not None and not usable:
             raise error
     except DataError as e:
-        raise operator_error(f"left an experience that can't be used: {e}", **e.details) from e
+        raise operator_error(f"returned an experience that can't be used: {e}", **e.details) from e
     metrics = {}
     for key, value in operator_metrics.items():
         if not isinstance(key, str):

@@ -62,13 +62,13 @@ class LostJournals:
         """Return True while a lost unit must wait, since its journal is not read."""
         return self._open_store is not None and _lost_unit(batch, key) not in self._empty_units
 
-    def begin(self, alive: Mapping[str, int]) -> None:
-        """Read what was lost before this coordinator, and delete journals that nothing open needs. `alive` has the
-        incarnation of each living runner."""
+    def begin(self, incarnation_by_runner: Mapping[str, int]) -> None:
+        """Read the journals of runs that were lost under an earlier coordinator, and delete those that no open batch
+        needs. `incarnation_by_runner`: of the living runners."""
         if self._open_store is None:
             return
         self.read_lost(self._live.batches)
-        needed_lives = {*alive.items()}
+        needed_lives = {*incarnation_by_runner.items()}
         for batch in self._live.batches.values():
             needed_lives |= {*batch.lost.values(), *((f.runner, f.incarnation) for f in batch.flights.values())}
         delete = lambda: self._delete_others(needed_lives)  # noqa: E731

@@ -113,10 +113,10 @@ class ServerList:
                     kill()
                     process.wait()
         if timed_out.is_set():
-            raise ValueError(f"the command had not ended after {COMMAND_SECONDS:g} s")
+            raise ValueError(f"servers.command did not end within {COMMAND_SECONDS:g} s")
         if process.returncode != 0:  # its output may be half of the list
             raise ValueError(
-                f"the command failed (exit status {process.returncode}; what it wrote on stderr is in launch-*.log)"
+                f"servers.command failed with exit status {process.returncode}: see launch-*.log"
             )
         return text
 
@@ -124,5 +124,5 @@ class ServerList:
 def _decoded(data: bytes) -> str:
     """Return a list's bytes as text. Raises ValueError if there are too many, or if they are not UTF-8."""
     if len(data) > LIST_BYTES:
-        raise ValueError(f"it has more than {LIST_BYTES:,} bytes: a list has a URL a line")
+        raise ValueError(f"the list has more than {LIST_BYTES:,} bytes: write one URL on each line")
     return data.decode()

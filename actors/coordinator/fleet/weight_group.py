@@ -39,7 +39,7 @@ class WeightGroup:
         `command.engines` engines serve."""
         serving = sorted(self.registry.ready(), key=lambda r: r.name)
         if len(serving) != command.engines:
-            raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")
+            raise SyncError(f"only {len(serving)} of {command.engines} engines are ready: the weight group needs all")
         self.members = {}
         self._group_id, self._invited = request_id, {r.name: r.incarnation for r in serving}
         self._answers = Awaited(

@@ -107,7 +107,7 @@ def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
     priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
     if not callable(priority):
         raise ConfigError(
-            f"priority_fn {name} made a {type(priority).__name__}, which can't be called; give {requirement}"
+            f"priority_fn {name} built a {type(priority).__name__}, which can't be called: give {requirement}"
         )
     return priority
 

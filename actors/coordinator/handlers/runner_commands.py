@@ -66,7 +66,7 @@ class RunnerHandlers:
         """End a life of a runner, and answer when the next one has begun. Raises RunnerNotFound."""
         name, incarnation = request.command.runner, request.command.incarnation
         if name not in self.registry.runners and newest_life(self.registry.live.lives, name) is None:
-            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.registry.runners))}")
+            raise RunnerNotFound(f"there is no runner {name!r}; runners: {', '.join(sorted(self.registry.runners))}")
         self._restarts[request.id] = request, ReplaceRunner(name, incarnation, request.command.reason)
         self.check_restarts()
         self._ask_guardian(request.id)

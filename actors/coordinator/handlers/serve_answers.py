@@ -81,7 +81,7 @@ class AnswerHandlers:
         delivered_ids = [i for i in changed_ids if states[i].delivered or i in self._ids_in_delivery]
         if delivered_ids:
             raise AnswerDelivered(
-                f"{', '.join(delivered_ids[:5])} went to the pipeline already with another reward, which stays",
+                f"answers {', '.join(delivered_ids[:5])} already went to the pipeline, so their reward can't change",
                 messages=delivered_ids,
             )
         if changed_ids:

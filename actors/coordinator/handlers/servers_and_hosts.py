@@ -28,7 +28,7 @@ class MachineHandlers:
         """Add and remove external servers; answer with all of them. Raises DataError."""
         command = request.command
         if not self.servers.enabled:
-            raise DataError("this run has no servers that can come and go: set explorer.rollout_model.engine_type "
+            raise DataError("servers can't be added to this run or removed: set explorer.rollout_model.engine_type "
                             "to http")
         self.servers.scale(_checked_urls("add", command.add), _checked_urls("remove", command.remove))
         self.router.reply(request, ScaledServers(servers=[*self.servers.status()]))  # type: ignore[list-item]
@@ -39,7 +39,7 @@ class MachineHandlers:
         hosts_by_name = {} if fleet is None else {host.name: host for host in fleet.present()}
         if fleet is None or name not in hosts_by_name:
             names = ", ".join(sorted(hosts_by_name)) or "none besides the head's own"
-            raise HostNotFound(f"no host {name!r} takes part: there is {names}")
+            raise HostNotFound(f"no host {name!r} has joined; joined hosts: {names}")
         fleet.drain(name, request.command.reason)
         epoch, units = hosts_by_name[name].epoch, fleet.unit_count(name)
         self.router.reply(request, DrainingHost(host=name, epoch=epoch, units=units))
@@ -50,4 +50,4 @@ def _checked_urls(field: str, urls: list[str]) -> list[str]:
     try:
         return [checked_url(url) for url in urls]
     except ValueError as e:
-        raise DataError(f"{field}: a server {e}") from None
+        raise DataError(f"{field}: the URL of a server {e}") from None

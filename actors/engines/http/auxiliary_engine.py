@@ -57,8 +57,8 @@ class RemoteEngine:
         engine = self.pool.choose(_keys(task))
         if engine is None:
             raise WorkflowError(
-                f"no engine of the auxiliary model {self.name!r} serves now: its methods (chat, generate) wait "
-                "for one, an OpenAI client can't"
+                f"no engine of the auxiliary model {self.name!r} is ready, and an OpenAI client can't wait for "
+                "one: try again later, or use the model's chat or generate, which wait"
             )
         self.pool.remember(_keys(task), engine)
         return Endpoint(f"{engine.endpoint}/v1", self.token, self.name)
@@ -73,7 +73,7 @@ class RemoteEngine:
 
     async def load_weights(self, version: int, path: str) -> None:
         """Raise SyncError: an auxiliary model keeps its weights."""
-        raise SyncError(f"the auxiliary model {self.name!r} keeps the weights that it was started with")
+        raise SyncError(f"the auxiliary model {self.name!r} keeps its weights: load new ones into the rollout model")
 
     async def generate(self, prompt: str | list[int], sampling: Sampling, task: str | None = None) -> list[Completion]:
         """Generate like `Engine.generate`; wait while no engine can be reached."""
@@ -121,7 +121,7 @@ class RemoteEngine:
             return await self.pool.ask(ask, _keys(task))
         except NoEngine as e:  # this request may be what ends them: its attempt fails, and attempts are counted
             raise EngineError(
-                f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this ({e})"
+                f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this request ({e})"
             ) from e
 
     def _result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> di
         cls = resolve(model.engine_class, {}, "engine")
         if not hasattr(cls, "load_tokenizer"):
             raise ConfigError(
-                f"{model.engine_class} can't be the engine of an auxiliary model: it needs a static method "
-                "load_tokenizer(config), for the processes that ask it"
+                f"{model.engine_class} can't be the engine of an auxiliary model: it lacks the static method "
+                "load_tokenizer(config), which its clients need to tokenize prompts"
             )
         engines[name] = RemoteEngine(
             name, cls.load_tokenizer(model.engine_config()), token=token, defaults=model.rollout_args(),

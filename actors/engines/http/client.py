@@ -84,8 +84,8 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
                 size += len(part)
                 if size > self._max_bytes:
                     raise EngineError(
-                        f"{self._server} answers with more than {self._max_bytes:,} bytes, more than its answer to "
-                        "this request can take: see what serves there"
+                        f"{self._server} answers with more than {self._max_bytes:,} bytes, the most for this request: "
+                        "check that it is a vLLM server"
                     )
                 yield part
 

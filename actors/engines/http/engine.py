@@ -71,7 +71,7 @@ class HTTPEngine(ServerWeights):
     def __init__(self, config: EngineConfig) -> None:
         options = config.options
         if not options.get("url"):
-            raise ConfigError("an engine of type http needs the url of its server")
+            raise ConfigError("an engine of type http was built without options['url'], the URL of its server")
         key_variable = options.get("key_variable", "")
         key = os.environ.get(key_variable, "")
         super().__init__(config, VLLMServer(options["url"], key=key, key_variable=key_variable))
@@ -109,8 +109,8 @@ class HTTPEngine(ServerWeights):
         self.tokenizer = await asyncio.to_thread(auto_tokenizer, self._model)
         if ids != list(self.tokenizer.encode(_PROBE)):
             raise EngineError(
-                f"{self.server.url} has another tokenizer than {self._model}: give explorer.rollout_model.model_path "
-                "the folder or hub id that it was started with"
+                f"{self.server.url} has another tokenizer than {self._model}: set explorer.rollout_model.model_path "
+                "to the folder or hub id that the server was started with"
             )
 
     @property
@@ -320,7 +320,7 @@ class HTTPEngine(ServerWeights):
                 for answer in self._answers(event, sampling, ids, whole=False):
                     count += len(answer.ids)
                     if count > sampling.max_tokens:
-                        raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
+                        raise EngineError(f"{self.server.url} generated more than {sampling.max_tokens} tokens")
                     text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
                     if not answer.finish_reason:
                         yield answer.completion(ids, text)
@@ -430,8 +430,8 @@ class HTTPEngine(ServerWeights):
         ends = [0, *(end for _, _, end in answer.labels)]
         starts = [*(start for _, start, _ in answer.labels), count]
         if ends != sorted(ends) or ends != starts:  # each span begins where the one before it ends
-            raise EngineError(f"{self._server_name()} does not say which weights made each of {count} tokens"
-                              f"{vllm_requests.OTHERS}")
+            raise EngineError(f"{self._server_name()} did not report which weights version generated each of {count} "
+                              f"tokens{vllm_requests.OTHERS}")
         return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
 
     def _check_logprobs(self, s: Sampling) -> None:
@@ -441,8 +441,8 @@ class HTTPEngine(ServerWeights):
         is_plain = is_plain and s.repetition_penalty == 1.0
         if s.logprobs and not self._logprobs_are_processed and not is_plain:
             raise EngineError(
-                f"{self.server.url} gives logprobs before temperature, top_p and the like, not those of the sampled "
-                "distribution: start it with --logprobs-mode processed_logprobs", refused=True,
+                f"{self.server.url} returns logprobs from before temperature and top_p, not those of the sampled "
+                "distribution: start the server with --logprobs-mode processed_logprobs", refused=True,
             )
 
     async def _gives_processed_logprobs(self) -> bool:

@@ -179,7 +179,7 @@ class VLLMServer:
         return f"an answer of {self.url}: it has {count} request{'s'[: count - 1]}, and has answered none since {since}"
 
     async def events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of a streamed answer with tokens. Closing it aborts the request. Raises like `ask`."""
+        """Yield the events of a streamed answer. Closing it aborts the request. Raises like `ask`."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
@@ -188,7 +188,7 @@ class VLLMServer:
                         async for event in events:
                             yield event
                 return
-            except ServerGone as e:
+            except ServerGone as e:  # a busy server rejects the request before the first event
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:
@@ -221,7 +221,7 @@ class VLLMServer:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
-            raise EngineError(f"{self.url}{path} sent a stream that no vLLM server sends") from e
+            raise EngineError(f"{self.url}{path} sent a stream that is not in the format of vLLM") from e
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
 
@@ -231,7 +231,7 @@ class VLLMServer:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             text = self.scrubbed(_message(answer.text))
-            raise EngineError(f"{answer.request.url} gave an answer that no vLLM server gives: {text!r}") from e
+            raise EngineError(f"{answer.request.url} gave an answer that is not in the format of vLLM: {text!r}") from e
 
     def _check(self, answer: httpx.Response, path: str) -> None:
         """Raise ServerGone or EngineError if the answer's status is no success; `path` is that of the request."""
@@ -241,9 +241,9 @@ class VLLMServer:
         detail = self.scrubbed(_message(answer.text))
         if status == 401:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
-            wrong = f"refuses the key in {variable} (401): put the right one there" if self._key else (
+            refusal = f"refuses the key in {variable} (401): put the right one there" if self._key else (
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
-            raise EngineError(f"{self.url} {wrong}, where the system is started", status=status)
+            raise EngineError(f"{self.url} {refusal}, and start the system again", status=status)
         error_class = ServerGone if status in (429, 502, 503, 504) else EngineError
         by_vllm = path in ASKED and status in (400, 413, 422) and _error(answer.text) is not None
         details = {"refused": True} if by_vllm else {}
@@ -275,7 +275,7 @@ class VLLMServer:
             [first, *_] = [m for m in served["data"] if not m.get("parent")]  # LoRA adapters have a parent
             model, max_model_len = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
-            raise EngineError(f"{self.url} is no vLLM server: /v1/models has no model with a max_model_len") from e
+            raise EngineError(f"{self.url} is not a vLLM server: /v1/models has no model with a max_model_len") from e
         version = ""
         with contextlib.suppress(EngineError, KeyError, TypeError):
             version = str((await self.ask("GET", "/version", seconds=LOOK_SECONDS))["version"])

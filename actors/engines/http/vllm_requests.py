@@ -111,13 +111,13 @@ def answers(
         indexes = [choice["index"] for choice in choices]
         is_part = not whole and indexes in ([], [0])  # a stream has one answer, and events without one
         if not is_part and indexes != list(range(sampling.n)):
-            raise ValueError(f"the answer has the choices {indexes!r:.80}, not {sampling.n} numbered from 0")
+            raise ValueError(f"the answer has choices {indexes!r:.80}, expected {sampling.n} numbered from 0")
         parsed = [_answer(choice, sampling, spans) for choice in choices]
         for answer, choice in zip(parsed, choices, strict=True):
             _check(answer, sampling, vocabulary, whole)
             repeated = choice.get("prompt_token_ids")
             if prompt is not None and repeated is not None and repeated != list(prompt):
-                raise ValueError(f"the answer is to another prompt, of {len(repeated)} tokens; {len(prompt)} were sent")
+                raise ValueError(f"the answer repeats a prompt of {len(repeated)} tokens, not the {len(prompt)} sent")
     except UNREADABLE as e:
         raise EngineError(f"{server} gave an answer that can't be read ({_defect(e, response)})") from e
     return parsed
@@ -136,7 +136,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     """Return one choice of a response as an `Answer`. Raises one of UNREADABLE if its form is wrong."""
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if tokens is None and reason is None:
-        raise ValueError("the answer has no token_ids")
+        raise ValueError("the answer has neither token_ids nor a finish_reason")
     ids = [_integer(token) for token in tokens or ()]
     logprobs, top = None, None
     if sampling.logprobs:
@@ -146,7 +146,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
             ranked_rows = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
             top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ranked_rows]
     if reason is not None and reason not in _ENDS:
-        raise ValueError(f"its finish_reason is {reason!r:.80}")
+        raise ValueError(f"the answer has the unknown finish_reason {reason!r:.80}")
     stop = choice.get("stop_reason")
     versions = choice.get("weight_versions") or ()
     labels = [(str(span["version"]), _integer(span["start"]), _integer(span["end"])) for span in versions]
@@ -159,17 +159,17 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
 def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
     """Raise ValueError for an answer that the model can't have given. `whole`: it is no piece of a stream."""
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
-        raise ValueError("it has no tokens" if answer.finish_reason else "it has no finish_reason")
+        raise ValueError(f"the answer has no {'tokens' if answer.finish_reason else 'finish_reason'}")
     if len(answer.ids) > sampling.max_tokens:
-        raise ValueError(f"it has {len(answer.ids)} tokens where {sampling.max_tokens} were asked for")
+        raise ValueError(f"the answer has {len(answer.ids)} tokens, but max_tokens is {sampling.max_tokens}")
     strange = next((token for token in answer.ids if not 0 <= token < vocabulary), None)
     if strange is not None:
-        raise ValueError(f"it has token {strange:.3g}, and the model has {vocabulary} tokens, from 0")
+        raise ValueError(f"the answer has token id {strange:.3g}, but the model's ids end at {vocabulary - 1}")
 
 
 def _integer(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r:.80} is no integer")
+        raise TypeError(f"the answer has {value!r:.80} instead of an integer")
     return value
 
 
@@ -178,9 +178,9 @@ def _logprob(value: Any, above: float = -math.inf) -> float:
     try:
         logprob = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{value!r:.80} is no logprob") from None
+        raise ValueError(f"the answer has the logprob {value!r:.80}, expected a number") from None
     if not above < logprob <= _ROUNDING:
-        raise ValueError(f"{logprob} is no logprob")
+        raise ValueError(f"the answer has the logprob {logprob}, expected a finite number up to 0")
     return logprob
 
 
@@ -199,7 +199,7 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     _require_one_each("logprobs.content", content, choice, ids)
     for token, row in zip(ids, content, strict=True):
         if int(row["token_id"]) != token:
-            raise ValueError(f"a logprob of token {row['token_id']} where {token} was made")
+            raise ValueError(f"the answer has a logprob of token {row['token_id']} for the token {token}")
         top = {int(item["token_id"]): _logprob(item["logprob"]) for item in row.get("top_logprobs") or ()}
         rows.append((_sampled_logprob(row["logprob"]), list(top.items())))
     return rows
@@ -214,7 +214,7 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
         _require_one_each(f"logprobs.{name}", column, choice, ids)
     for token, name, logprob, top in zip(ids, *columns, strict=True):
         if _token_id(name) != token:
-            raise ValueError(f"a logprob of {name} where token {token} was made")
+            raise ValueError(f"the answer has a logprob of {name} for the token {token}")
         rows.append((_sampled_logprob(logprob), [(_token_id(n), _logprob(v)) for n, v in (top or {}).items()]))
     return rows
 
@@ -224,7 +224,7 @@ def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any]
     if entries and not choice.get("token_ids"):
         raise ValueError(f"the answer has no token_ids{OTHERS}")
     if len(entries) != len(ids):
-        raise ValueError(f"the answer has {len(entries)} entries in {field}, and {len(ids)} token_ids{OTHERS}")
+        raise ValueError(f"the answer has {len(entries)} entries in {field}, but {len(ids)} token_ids{OTHERS}")
 
 
 def _token_id(name: str) -> int:

@@ -136,8 +136,8 @@ class ServerWeights:
         self._process_start = await self.server.started()
         if not facts.loads_weights and not self._process_start:
             raise EngineError(
-                f"{self.server.url} gives no sign of a restart (no /weight_info, no process_start_time_seconds in "
-                f"/metrics): start it with {DEV_MODE} in its environment"
+                f"a restart of {self.server.url} can't be noticed (no /weight_info, no process_start_time_seconds in "
+                f"/metrics): start the server with {DEV_MODE} in its environment"
             )
         self.version = f"vllm {facts.version or '?'} at {self.server.url}"
 
@@ -206,7 +206,7 @@ class ServerWeights:
         url, server_label = self.server.url, await self.server.label()
         started = await self.server.started()
         if self._process_start != started:
-            raise ServerGone(f"{url} restarted while its weights changed ({self._process_start} -> {started})")
+            raise ServerGone(f"{url} restarted while its weights changed (start {self._process_start} -> {started})")
         if server_label != label:
             error_class = LabelLost if self._process_start else ServerGone  # else it may have restarted
             raise error_class(
@@ -238,7 +238,7 @@ class ServerWeights:
                     )
             if not facts.loads_weights and not self._restart_command:
                 raise SyncError(
-                    f"version {version} was not loaded: {self.server.url} takes no weights. Start it with {DEV_MODE} "
+                    f"version {version} was not loaded: {self.server.url} can't load weights. Start it with {DEV_MODE} "
                     "in its environment, or give explorer.rollout_model.servers.restart_command"
                 )
             if facts.loads_weights:
@@ -264,8 +264,8 @@ class ServerWeights:
         facts = self._server_facts()
         if facts.on_cpu and self._has_tied_head and not facts.has_extension:
             raise SyncError(
-                f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is "
-                "tied to its embedding. Start the server with --worker-extension-cls "
+                f"version {version} was not loaded: vLLM on a CPU does not update an output head that is tied to "
+                "the embedding. Start the server with --worker-extension-cls "
                 "trinity_es.actors.engines.vllm.weights.WorkerExtension, or give "
                 "explorer.rollout_model.servers.restart_command"
             )
@@ -283,7 +283,7 @@ class ServerWeights:
             except Exception as second_error:
                 with contextlib.suppress(Exception):
                     await self.server.set_label(f"{_BROKEN}/{self._engine_id}")
-                raise EngineError(f"{e}; and {self._served_path} could not be loaded again: {second_error}") from e
+                raise EngineError(f"{e}; the old {self._served_path} could not be loaded again: {second_error}") from e
             raise SyncError(
                 f"version {version} was not loaded: {path}: {e}; {self._served_path} was loaded again; still serving "
                 f"version {self.model_version}"
@@ -297,11 +297,11 @@ class ServerWeights:
         await self._put_label(interim_label)  # tells every later engine that these weights are unknown
         self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
-            raise EngineError(f"{server.url} says that it could not load {path}")
+            raise EngineError(f"{server.url} reports that it could not load {path}")
         if facts.has_extension:
             await server.in_workers("trinity_pack_again")
             if not all(finite == "True" for finite in await server.in_workers("trinity_weights_finite")):
-                raise EngineError("it holds NaN or infinite weights")
+                raise EngineError("the checkpoint holds NaN or infinite weights")
         await self._check_label(interim_label)
         await self._give_label(version)
         await server.resume()
@@ -309,7 +309,7 @@ class ServerWeights:
     async def _forget_half_a_change(self) -> None:
         """Have the server's workers discard the remains of a failed load. Raises EngineError if they can't."""
         if not self._server_facts().has_extension:
-            raise EngineError("the server can't discard the remains of a failed load")
+            raise EngineError("the server has no worker extension to discard a half-loaded checkpoint")
         await self.server.in_workers("trinity_forget_half_reload")
 
     async def _restart(self, version: int, path: str) -> None:
@@ -334,8 +334,8 @@ class ServerWeights:
                     await self._read_facts()
                     if not _same(self._server_facts().root, path):
                         raise EngineError(
-                            f"the restart command gave a server of {self._server_facts().root}, not of {path}: it must "
-                            "start one with {path}, or $TRINITY_ES_PATH, as its model"
+                            f"servers.restart_command started a server of {self._server_facts().root}, not of {path}: "
+                            "it must start one with {path}, or $TRINITY_ES_PATH, as its model"
                         )
                     return
                 problem = problem or "it still is the same process"

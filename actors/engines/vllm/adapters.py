@@ -126,7 +126,7 @@ class AdapterServing:
             new = ServedAdapter(name, version, LoRARequest(f"{name}@{version}", next(self._numbers), path))
             try:
                 if not await llm.add_lora(new.request):
-                    raise RuntimeError("vLLM did not take it")
+                    raise RuntimeError("vLLM refused the adapter without a reason")
                 try:
                     require_same(path, digest or files.digest, await asyncio.to_thread(check))
                 except SyncError:

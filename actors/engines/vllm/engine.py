@@ -416,7 +416,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
                     async for output in outputs:
                         if self._dead is not None and any(o.finish_reason == "abort" for o in output.outputs):
-                            raise EngineError("it was cut off by the engine's end")  # see `_as_engine_error`
+                            raise EngineError("the request was cut off when the engine ended")  # see `_as_engine_error`
                         yield output, name_and_version
                 if output is None or not output.finished:
                     raise RuntimeError("the request ended without an answer")
@@ -426,7 +426,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 if task not in self._cut_off_tasks:
                     raise
                 task.uncancel()  # `_end` cancelled it, not the caller
-                raise self._as_engine_error(RuntimeError("it was cut off by the engine's end")) from e
+                raise self._as_engine_error(RuntimeError("the request was cut off when the engine ended")) from e
             finally:
                 self._request_adapters.pop(request, None)
                 self._request_tasks.discard(task)

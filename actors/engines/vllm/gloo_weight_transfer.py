@@ -41,7 +41,7 @@ class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLL
     def receive_weights(self, update_info: Any) -> None:
         """Receive each tensor that `update_info` names, and load it into the model."""
         if self.group is None:
-            raise RuntimeError("it is in no group")
+            raise RuntimeError("this worker is in no weight transfer group: call init_transfer_engine first")
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
             weight = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(weight)

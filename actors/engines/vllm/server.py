@@ -204,7 +204,7 @@ class _RecordingClient:
         """
         record = self._recording()
         if sampling_params.n > MOST_ANSWERS:
-            raise ValueError(f"n: {sampling_params.n} answers were asked for: the limit is {MOST_ANSWERS}")
+            raise ValueError(f"n: {sampling_params.n} answers were requested: the limit is {MOST_ANSWERS}")
         if record is None:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []

@@ -67,7 +67,7 @@ class WeightChanges:
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
         """Load weights from the trainer's group, and leave the group if that fails. Raises like `load_weights`."""
         if not self._in_group:
-            raise SyncError(f"version {version} was not received: the engine is in no group")
+            raise SyncError(f"version {version} was not received: the engine has left its weight transfer group")
         try:
             await self._change(
                 version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))
@@ -93,7 +93,7 @@ class WeightChanges:
             except EngineError:
                 raise
             except Exception as e:
-                raise SyncError(f"no group with the trainer at {address}:{port}: {short(e)}") from e
+                raise SyncError(f"no weight transfer group was formed with {address}:{port}: {short(e)}") from e
             self._in_group = True
 
     async def _within(self, timeout: float, problem: str, call: Any) -> Any:
@@ -140,7 +140,7 @@ class WeightChanges:
                 try:
                     await load(path)
                     if not all(await self._in_workers("trinity_weights_finite")):
-                        raise ValueError("it holds NaN or infinite weights")
+                        raise ValueError("the checkpoint holds NaN or infinite weights")
                 except Exception as e:
                     if self._dead is not None:
                         raise
@@ -161,7 +161,7 @@ class WeightChanges:
                 await llm.pause_generation(mode="keep", clear_cache=True)
             except Exception as e:
                 raise SyncError(
-                    f"no weights were loaded: vLLM did not pause ({short(e)}); still serving version "
+                    f"no weights were loaded, as vLLM could not pause ({short(e)}); still serving version "
                     f"{self.model_version}"
                 ) from e
             yield

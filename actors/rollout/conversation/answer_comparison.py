@@ -100,7 +100,7 @@ def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, Any]:
     """Return a tool call's name and arguments, which may be JSON text. Raises ValueError if it has no name."""
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str):
-        raise ValueError("a tool call without a name")
+        raise ValueError("a tool call has no function name")
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}")
     return name, {} if arguments is None else arguments

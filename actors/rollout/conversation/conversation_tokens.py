@@ -31,22 +31,25 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     items = list(messages) if isinstance(messages, Iterable) else [messages]
     if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in items):
         raise WorkflowError(
-            f"messages are {repr(messages)[:80]}: a list of {{'role': ..., 'content': ...}} is expected; a text is a "
-            "prompt for generate"
+            f"messages are {repr(messages)[:80]}, expected a list of {{'role': ..., 'content': ...}}: call generate "
+            "to continue a text"
         )
     return [dict(m) for m in items]
 
 
-def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experience:
-    """Return an answer to the prompt `text` as an experience. Raises WorkflowError for an answer without tokens."""
+def experience_of(c: Completion, prompt_text: str, spans: list[list[int]]) -> Experience:
+    """Return an answer as an experience; `spans`: which weights made which tokens.
+
+    Raises WorkflowError for an answer without tokens.
+    """
     if not c.token_ids:
-        raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
+        raise WorkflowError("the model's answer has no tokens, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
     return Experience(
         tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32), prompt_length=len(c.prompt_token_ids),
         logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
         truncate_status="response_truncated" if c.finish_reason == "length" else None,
-        info={"version_spans": spans} if spans else {}, prompt_text=text, response_text=c.text,
+        info={"version_spans": spans} if spans else {}, prompt_text=prompt_text, response_text=c.text,
     )
 
 

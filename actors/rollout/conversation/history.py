@@ -129,8 +129,8 @@ class Remembering(Conversing):
             for begin, end in answers:
                 if (begin, end) not in turn_at:
                     raise WorkflowError(
-                        f"a sequence of {len(tokens)} ids has {begin} to {end - 1} as an answer, which this run did "
-                        "not sample there: sample all answers to train on through this run's endpoint"
+                        f"ids {begin} to {end - 1} in a sequence of {len(tokens)} are marked as an answer that this "
+                        "run did not sample: sample all answers to train on through this run's endpoint"
                     )
             learned = [turn_at[answer] for answer in answers if turn_at[answer] not in learned_turns]
             if turn is not None and learned:

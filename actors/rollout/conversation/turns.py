@@ -121,7 +121,7 @@ class Turns:
         """
         if not self._turns:
             return None
-        continued = self._continued(rendered)
+        continued = self._continued_turn(rendered)
         if self._is_fork(rendered, continued, earlier_prompts):
             self._forked_prompts.add(rendered)
         if continued is None:
@@ -172,7 +172,7 @@ class Turns:
         candidates = [(fit_of(self._texts(turn)), turn) for turn in self._turns if turn.rendered == prompt]
         best = max((fit for fit, _ in candidates), default=Fit.NONE)
         if best is Fit.NONE:
-            continued = self._continued(rendered)
+            continued = self._continued_turn(rendered)
             return continued[0] if continued is not None and continued[1] == self.marks.ends else None
         turns = [turn for fit, turn in candidates if fit is best]
         if best is Fit.PART and len({turn.text.strip() for turn in turns}) > 1:
@@ -194,8 +194,9 @@ class Turns:
         return turn.decoded_texts
 
     # --- continuations of a turn --------------------------------------------------------------------------------------
-    def _continued(self, rendered: str) -> tuple[Turn, str] | None:
-        """Return the turn that a text continues the farthest, and the text after its answer."""
+    def _continued_turn(self, rendered: str) -> tuple[Turn, str] | None:
+        """Return the turn with the longest prompt such that a text begins with the prompt and answer, and the text
+        after the answer. Answers that match in all their white space go first."""
         candidates = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
         for length, group in itertools.groupby(sorted(candidates, key=_length, reverse=True), key=_length):
             turns, text_after_prompt = list(group), rendered[length:]

@@ -72,7 +72,7 @@ class _Template:
         """Have the process fork a child with this end of a socket, which executes the order. Raises StartupError."""
         async with self.fork_lock:
             if not self.is_alive:
-                raise StartupError("a worker process could not be started: its template process ended")
+                raise StartupError("a worker process could not be started: the process that forks it ended")
             self.last_number += 1
             self.children[self.last_number] = child
             try:
@@ -84,7 +84,7 @@ class _Template:
             if not done:
                 self.close()
                 raise StartupError(
-                    f"a worker process was not forked within {FORK_SECONDS:.0f} s: its template process hangs"
+                    f"a worker process was not forked within {FORK_SECONDS:.0f} s: the process that forks it hangs"
                 )
             child.forked.result()
 
@@ -223,10 +223,10 @@ class Templates:
             with contextlib.suppress(TimeoutError):
                 status = await asyncio.wait_for(asyncio.shield(child.exit_status), EXIT_SECONDS)
                 if status is not None:
-                    raise WorkflowError(f"{workflow} can't be imported: that {describe_exit(status)}")
-            raise StartupError(f"{workflow} was not imported: the process that imported it is gone")
+                    raise WorkflowError(f"{workflow} can't be imported: the import {describe_exit(status)}")
+            raise StartupError(f"{workflow} could not be imported: the process that was importing it ended")
         except TimeoutError:
-            raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
+            raise WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s") from None
         finally:
             if self._newest is not template:
                 template.close()

@@ -44,7 +44,7 @@ def _call_result(request: dict[str, Any]) -> bytes:
         try:
             return orjson.dumps({"value": value})
         except TypeError as e:
-            raise TypeError(f"the reward gave a {type(value).__name__}, which is no plain JSON: {e}") from None
+            raise TypeError(f"the reward is a {type(value).__name__}, which is not plain JSON: {e}") from None
     except TrinityError as e:
         return orjson.dumps({"error": error_to_dict(e)})
     except BaseException as e:

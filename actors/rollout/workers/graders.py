@@ -116,7 +116,7 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
             answer: dict[str, Any] = orjson.loads(reading.result())
             return answer
     except ValueError:
-        raise GraderError(f"the grader {name} wrote into its socket to the runner") from None
+        raise GraderError(f"the grader {name} wrote to its socket, which only the runner uses") from None
     finally:
         reading.cancel()
     await asyncio.wait({child.exit_status}, timeout=EXIT_SECONDS)
@@ -124,7 +124,7 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
         raise GraderError(f"the grader {name} closed its socket to the runner")
     status = child.exit_status.result()
     if status is None:
-        raise StartupError("a grader ended because the template process that forked it ended")
+        raise StartupError("a grader ended because the process that forked it ended")
     raise GraderError(f"the grader {name} {describe_exit(status)}")
 
 

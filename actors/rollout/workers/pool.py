@@ -223,7 +223,7 @@ class _Worker:
         try:
             await asyncio.wait_for(self._unless_ended(self._wait_for("imported")), START_SECONDS)
         except TimeoutError:
-            raise errors.WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
+            raise errors.WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s") from None
         self.imported = True
 
     async def play(
@@ -255,10 +255,10 @@ class _Worker:
             task.cancel()
         await asyncio.wait({exit_status}, timeout=EXIT_SECONDS)
         if not exit_status.done():
-            raise errors.WorkflowError("the worker process closed its pipe to the runner")
+            raise errors.WorkflowError("the worker process closed its pipe to the runner: close only files of your own")
         status = exit_status.result()
         if status is None:
-            raise errors.StartupError("the worker process ended because the template process that forked it ended")
+            raise errors.StartupError("the worker process ended because the process that forked it ended")
         if status >= 0:
             raise errors.WorkflowError(f"the workflow {describe_exit(status)}: raise an Exception to fail a run")
         raise errors.WorkflowError(f"the workflow's process {describe_exit(status)}")

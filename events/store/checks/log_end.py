@@ -71,7 +71,7 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
     claims = tuple(Claim(Mark(str(c["generation"]), c["position"], bytes.fromhex(c["hash"])), str(c["by"]))
                    for c in data)
     if any(not isinstance(mark.position, int) or mark.position < 0 for mark, _ in claims):
-        raise ValueError(f"a position is not a whole number of 0 or more: {claims}")
+        raise ValueError(f"the positions of a log must be whole numbers from 0: {claims}")
     return claims
 
 

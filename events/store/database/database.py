@@ -292,7 +292,7 @@ class Database:
     def _check_process(self) -> None:
         """Raise LogUnavailable in a process that was forked from the one that opened the database."""
         if os.getpid() != self._pid:
-            raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this one")
+            raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this process")
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
@@ -352,7 +352,10 @@ class Database:
 
     # --- trouble ----------------------------------------------------------------------------------------------------
     def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None) -> T:
-        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds. Raises LogError."""
+        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds; a full pool is not tried again.
+
+        `size`: bytes that it writes, for errors. `tell` gets each error after which it is repeated. Raises LogError.
+        """
         deadline, pause = time.monotonic() + patience, 0.01
         while True:
             try:

@@ -92,7 +92,7 @@ class OpenedFiles:
             raise self._replaced_error()
         if status.st_size < self._size and self._is_cut(status.st_size):
             raise LogCorrupt(
-                f"{self.path} was cut from {self._size} to {status.st_size} bytes while it was in use; nothing was "
+                f"{self.path} was cut from {self._size} to {status.st_size} bytes while it was in use, so nothing was "
                 "acknowledged: stop all writers and restore the last good copy"
             )
         self._size = status.st_size
@@ -104,7 +104,7 @@ class OpenedFiles:
                 try:
                     sidecar = os.stat(name)
                 except OSError:
-                    raise SidecarGone(f"{name} is gone") from None
+                    raise SidecarGone(f"{name} was deleted") from None
                 self._sidecars[name] = _file_id(sidecar), sidecar.st_size
 
     def is_replaced(self) -> bool:

@@ -63,7 +63,7 @@ def _require_own_session(shown: str, connection: Any, connect_again: Callable[[]
     if is_shared:
         raise ConfigError(f"{shown} is behind a pooler that gives each transaction another connection, and a run needs "
                           "one of its own: give the database's own address in store.url, or set pool_mode=session "
-                          "there")
+                          "in the pooler")
 
 
 def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:

@@ -150,7 +150,7 @@ class _Files(PayloadStore):
     """One file per payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
 
     def __init__(self, root: Path, create: bool, durability: Durability) -> None:
-        self._root, self._power = root, durability == "power"
+        self._root, self._survives_power_loss = root, durability == "power"
         self._durable: set[str] = set()
         """Folders whose names are on the disk."""
         if create:
@@ -158,7 +158,7 @@ class _Files(PayloadStore):
                 make_private_folder(root)
             except OSError as e:
                 raise LogUnavailable(f"the payload store {root} can't be made: {e.strerror}") from e
-            if self._power:
+            if self._survives_power_loss:
                 sync(root.parent)
         elif not root.is_dir():
             raise LogNotFound(f"no payload store at {root}; check store.url")
@@ -173,7 +173,7 @@ class _Files(PayloadStore):
                 path.parent.mkdir(mode=0o700, exist_ok=True)  # without parents, so that a deleted store stays deleted
                 self._durable.discard(path.parent.name)
             self._sync_name(path.parent)
-            with whole_file(path, durable=self._power, prefix=".put-") as file:
+            with whole_file(path, durable=self._survives_power_loss, prefix=".put-") as file:
                 file.write(data)
         except OSError as e:
             raise LogUnavailable(
@@ -183,8 +183,8 @@ class _Files(PayloadStore):
         return digest
 
     def _sync_name(self, folder: Path) -> None:
-        """Bring a folder's name to the disk, once, since the process that made it may have been killed before."""
-        if self._power and folder.name not in self._durable:
+        """Sync the name of `folder` in the root once: the process that made it may have been killed before its sync."""
+        if self._survives_power_loss and folder.name not in self._durable:
             sync(self._root)
             self._durable.add(folder.name)
 
@@ -193,7 +193,7 @@ class _Files(PayloadStore):
         try:
             if path.stat().st_size != len(data) or path.read_bytes() != data:
                 return False
-            if self._power:  # its writer may have been killed before the sync, or have had less durability
+            if self._survives_power_loss:  # its writer may not have synced the file
                 sync(path)
                 sync(path.parent)
                 self._sync_name(path.parent)

@@ -27,7 +27,7 @@ def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
     """Return these types without repetitions, or all rare ones. Raises ValueError for a bulk type."""
     rare_types = tuple(dict.fromkeys(RARE if types is None else types))
     if bulk_types := set(rare_types) & set(schema.BULK):
-        raise ValueError(f"{', '.join(sorted(bulk_types))}: a bulk type has no index; read() goes through all events")
+        raise ValueError(f"{', '.join(sorted(bulk_types))}: a bulk type has no index; read() reads all events")
     return rare_types
 
 
@@ -63,7 +63,7 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
         middle = (low + high + 1) // 2
         recorded_at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
         if recorded_at is None:
-            raise LogCorrupt(f"{url}: position {middle} is missing; run verify", position=middle)
+            raise LogCorrupt(f"{url}: position {middle} is missing; run `trinity-es verify`", position=middle)
         low, high = (middle, high) if recorded_at <= time else (low, middle - 1)
     return int(low)
 

@@ -62,7 +62,7 @@ async def test_arguments_and_what_it_gives_are_plain_json(graders: Graders) -> N
     ("_exit", "ended its process with exit status 3"), ("SystemExit", "raised SystemExit: 0"),
     ("segfault", "was ended by SIGSEGV"), ("SIGTERM", "was ended by SIGTERM"),
     ("raise", "raised RuntimeError: on purpose"),
-    ("memory", "MiB of memory: the limit is 400"), ("no_json", "which is no plain JSON"),
+    ("memory", "MiB of memory: the limit is 400"), ("no_json", "which is not plain JSON"),
     ("forks", "ended its process with exit status 0"),
 ])
 async def test_a_grader_that_fails_is_a_failure_of_its_own_kind(graders: Graders, how: str, says: str) -> None:

@@ -134,7 +134,7 @@ def test_the_end_of_an_attempt_and_the_orphaning_of_its_lease_are_one_transactio
 def test_a_lease_of_an_attempt_that_is_over_is_refused(place: Place) -> None:
     place.fail()
     assert place.tell("taken") == []
-    assert place.sent[-1][1].refused == {"es-1": "no lease for a run that is over: its attempt is over"}
+    assert place.sent[-1][1].refused == {"es-1": "this run is over and can't take a lease: its attempt is over"}
 
 
 def test_the_end_of_a_runner_orphans_what_its_units_hold(place: Place) -> None:
@@ -421,8 +421,8 @@ def test_verify_knows_what_a_lease_can_be(place: Place, tmp_path: Path) -> None:
         writer.append([Write(stream="leases", expected_version=version, events=wrong)], commit_id="w")
     with open_log(url) as log:
         problems = "\n".join(log.verify())
-    assert "LeaseHeld): it can't follow what came before it: LeaseHeld of lease es-1, which is held" in problems
-    assert "LeaseReleased of lease es-2, which is not taken" in problems
+    assert "LeaseHeld): it can't follow what came before it: LeaseHeld does not fit lease es-1" in problems
+    assert "LeaseReleased names lease es-2, which is not taken" in problems
     assert "LeaseTaken): the attempt that took it was not running on that runner" in problems
 
 

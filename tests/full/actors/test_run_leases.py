@@ -344,7 +344,7 @@ async def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(
     await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
     run.close()
     assert told.said == ["taken", "held", "left"]
-    with pytest.raises(WorkflowError, match="it can take no lease"):
+    with pytest.raises(WorkflowError, match="the run is over and can't take a lease"):
         await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
     assert len(list(tmp_path.iterdir())) == 1, "nothing was made for it"
 

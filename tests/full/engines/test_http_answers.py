@@ -206,7 +206,7 @@ async def test_weights_are_told_of_each_token_once_in_order(
         ((0, 0, 3), (0, 3, 8))
     ]
     server.wrong = {"weights": weights}
-    with pytest.raises(EngineError, match="does not say which weights made each of 8 tokens"):
+    with pytest.raises(EngineError, match="did not report which weights version generated each of 8 tokens"):
         await engine.generate([BAD], EIGHT)
 
 

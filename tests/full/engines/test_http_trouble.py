@@ -83,7 +83,7 @@ async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>sign in</html>"))
     server = VLLMServer("http://a:1", transport=transport)
     for call in (server.label, server.paused, server.facts, lambda: server.tokenize("a"), server.pause):
-        with pytest.raises(EngineError, match="gave an answer that no vLLM server gives: '<html>sign in</html>'"):
+        with pytest.raises(EngineError, match="an answer that is not in the format of vLLM: '<html>sign in</html>'"):
             await call()
     await server.close()
 

@@ -126,7 +126,7 @@ def test_two_processes_never_write_one_file(head: Head, tmp_path: Path) -> None:
         said: list[str] = []
 
         def come_too() -> None:
-            with pytest.raises(SyncError, match="another process pulls it there") as told:
+            with pytest.raises(SyncError, match="another process is pulling the same files there") as told:
                 second.pull()
             said.append(str(told.value))
 
@@ -206,7 +206,7 @@ def test_files_that_are_not_what_the_head_said_are_never_used(
     host = Host(tmp_path / "host", head)
     right = folder_sender.digests_of
     monkeypatch.setattr(folder_sender, "digests_of", others)
-    with pytest.raises(SyncError, match=r"came with other bytes than the head's digest .* twice"):
+    with pytest.raises(SyncError, match=r"does not match the SHA-256 digest that the head sent, twice"):
         host.pull()
     assert not [path for path in host.folder.iterdir() if not path.name.startswith(".")]
     monkeypatch.setattr(folder_sender, "digests_of", right)
@@ -286,7 +286,7 @@ def test_who_has_not_the_key_gets_nothing(head: Head, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "..", "a/b", ""])
 def test_a_head_s_file_lies_in_the_folder_and_nowhere_else(name: str) -> None:
-    with pytest.raises(NotOurs, match="names a file"):
+    with pytest.raises(NotOurs, match="listed a file named"):
         folder_puller._checked_file(name, 1, (1, 1, 1))
 
 
@@ -316,7 +316,7 @@ def test_too_little_room_is_told_before_anything_comes(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_puller, "SPARE_BYTES", 2**60)
-    with pytest.raises(SyncError, match=r"it takes 27.0 MiB, and .* are free: .*hosts.weights_dir"):
+    with pytest.raises(SyncError, match=r"the files take 27.0 MiB, but .* are free: .*hosts.weights_dir"):
         Host(tmp_path / "host", head).pull()
 
 

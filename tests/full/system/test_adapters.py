@@ -131,7 +131,7 @@ def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path
     before = client.log.head().position
     with pytest.raises(SyncError, match="its rank is 16, and engines take at most 8"):
         client.sync_adapter("math", 2, make_adapter(tmp_path / "high", rank=16))
-    with pytest.raises(SyncError, match="there is no adapter 'code': there are math"):
+    with pytest.raises(SyncError, match="there is no adapter 'code'; current adapters: math"):
         client.remove_adapter("code")
     assert list(client.log.read(after=before)) == []
     refused = make_adapter(tmp_path / "bad")  # it looks right, and the engine can't load it

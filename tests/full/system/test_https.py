@@ -52,7 +52,7 @@ def test_the_proxy_speaks_https_with_its_certificate(
 
 def test_a_certificate_that_can_t_be_used_is_named(authority: Authority, tmp_path: Path, hand: str) -> None:
     files = authority.issue("127.0.0.1")
-    with pytest.raises(ConfigError, match=r"explorer.proxy_tls has cert alone: give the files"):
+    with pytest.raises(ConfigError, match=r"explorer.proxy_tls has only cert: give the files"):
         scripted(tmp_path, mode="serve", explorer={"proxy_tls": {"cert": str(files.cert)}})
     missing = {"cert": str(files.cert), "key": str(tmp_path / "nowhere")}
     config = scripted(tmp_path, mode="serve", explorer={"proxy_tls": missing})

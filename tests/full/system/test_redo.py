@@ -44,11 +44,11 @@ def test_tasks_whose_payload_is_lost_are_named_run_again_and_the_batch_is_finali
     assert [e.task for e in reopened] == with_it
     assert reopened[0].reason.startswith("the disk lost it (asked for by pid")
     assert client.log.verify() == []
-    with pytest.raises(DataError, match="its result was given out and stands"):
+    with pytest.raises(DataError, match="its result was handed out and can't change"):
         client.redo(1, 2)
     refused = cli("redo", "1", "2", "--log", url)
     assert refused.exit_code == 2
-    assert "its result was given out and stands" in refused.output
+    assert "its result was handed out and can't change" in refused.output
 
 
 def test_what_an_earlier_try_of_a_batch_id_had_is_not_said_to_run_again(tmp_path: Path) -> None:

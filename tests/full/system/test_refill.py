@@ -121,12 +121,12 @@ def test_groups_that_failed_or_were_filtered_are_named_and_tasks_can_be_added(st
     assert result["finished_task_count"] == 5
     assert [e.eid.task for e in client.experiences(1)] == [0, 0, 3, 3, 4, 4]
     assert client.finalize_train_batch(1, groups=9) == result
-    with pytest.raises(DataError, match="tasks are added to a RUNNING batch"):
+    with pytest.raises(DataError, match="tasks can be added only to a RUNNING batch"):
         client.add_tasks(1, [task(7)])
     with pytest.raises(BatchNotFound):
         client.add_tasks(2, [task(7)])
     client.submit_batch(batch_id="e", batch_type="eval", tasks=[task(1)])
-    with pytest.raises(BatchTypeMismatch, match="batch 'e' is eval, expected train: submit the tasks in a batch of"):
+    with pytest.raises(BatchTypeMismatch, match="batch 'e' is of type eval, expected train: submit the tasks"):
         client.add_tasks("e", [task(7)])
     client.abort_batch("e", reason="enough")
     client.submit_batch(batch_id=2, batch_type="train", tasks=[task(1), task(2)])

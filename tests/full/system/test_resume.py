@@ -329,7 +329,7 @@ def test_a_log_whose_batches_no_explorer_submitted_is_left_as_it_is(tmp_path: Pa
     file = Path(config.store.url.removeprefix("sqlite:///"))
     file.parent.mkdir(parents=True)
     write(file, history("0" * 64))
-    with pytest.raises(ConfigError, match=r"already holds a run \(4 batches\) that is not an explorer's"):
+    with pytest.raises(ConfigError, match=r"already holds another run \(4 batches\), not an explorer's"):
         Explorer(config).locate()
     assert prompts_used(trinity_es.open_log(config.store.url), "questions") == {}
 

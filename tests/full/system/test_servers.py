@@ -105,7 +105,7 @@ def test_servers_are_added_and_taken_away_by_hand_and_stay_so_over_a_restart(
     client = start_system(
         explorer=over_http(tiny, urls=[a, b], drain_timeout=0.5), store={"url": f"sqlite:///{tmp_path}/log.sqlite"}
     )
-    with pytest.raises(DataError, match="no server of this run"):
+    with pytest.raises(DataError, match="not a server of this run"):
         client.scale_servers(remove=[c])
     with pytest.raises(DataError, match="add: a server must be like http"):
         client.scale_servers(add=["gpu-7"])
@@ -218,7 +218,7 @@ def test_a_server_that_can_t_have_the_current_weights_is_named_everywhere_and_ho
         with pytest.raises(SyncError, match="takes no weights"):
             client.sync_weights(1, other)
         behind = "goes on with weights version 0: it can't load version 1"
-        reason = "takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        reason = "can't load weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         way = "publish a newer version: it tries again by itself"
         client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
         for command, code in ((["status"], 1), (["why", "1"], 0), (["scale"], 0)):

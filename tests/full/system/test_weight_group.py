@@ -138,7 +138,7 @@ def test_p34_engines_that_know_no_groups_load_from_memory(start_system: StartSys
         done = client.sync_weights(1, state(1.5))
         assert (done["from_group"], served(client)) == (False, [1])
         assert [e.method for _, e in events_of(client.config, "WeightsPublished")] == ["memory"]
-        with pytest.raises(SyncError, match="ScriptedEngine can't get weights from a group"):
+        with pytest.raises(SyncError, match="ScriptedEngine can't join a group for weights"):
             client.setup_weight_sync_group("127.0.0.1", port := free_port())
         with socket.socket() as again:
             again.bind(("127.0.0.1", port))  # it is not waited for any more

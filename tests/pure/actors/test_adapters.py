@@ -121,10 +121,10 @@ def test_a_version_follows_another_and_adapters_are_apart() -> None:
 
 @pytest.mark.parametrize(("new", "most", "said"), [
     (published(version=2), 2, "version 2 of adapter 'math' is older than the current one, 3"),
-    (published(version=3, digest="other"), 2, "published with other contents: give it a new version"),
-    (published("code"), 1, "engines have room for 1, and there are math. remove_adapter one"),
-    (published("gone", 1), 2, "version 1 of adapter 'gone' was removed: give it a new version"),
-    (published("tiny"), 2, "a model has that name. Give the adapter another one"),
+    (published(version=3, digest="other"), 2, "published with other contents: publish a higher version"),
+    (published("code"), 1, "engines have room for 1 adapters and serve math. Call remove_adapter"),
+    (published("gone", 1), 2, "version 1 of adapter 'gone' was removed: publish a higher version"),
+    (published("tiny"), 2, "a model has that name. Give the adapter another name"),
     (published(), 0, "engines serve no adapters; set explorer.rollout_model.lora"),
 ])
 def test_what_may_not_be_published_is_refused(new: ev.AdapterPublished, most: int, said: str) -> None:
@@ -144,7 +144,7 @@ def test_one_that_is_removed_makes_room_and_comes_back_with_a_new_version() -> N
     assert (current_adapters(known), decisions.remove(known, "math")) == ({}, [])
     assert decisions.publish(known, published("code"), 1) == [published("code")]
     assert decisions.publish(known, published(version=4), 1) == [published(version=4)]
-    with pytest.raises(SyncError, match="there is no adapter 'maths': there are none"):
+    with pytest.raises(SyncError, match="there is no adapter 'maths'; current adapters: none"):
         decisions.remove(known, "maths")
 
 

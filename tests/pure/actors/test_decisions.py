@@ -183,13 +183,13 @@ class TestReopen:
 
     @pytest.mark.parametrize(("events", "task", "error", "said"), [
         ([submitted(), dispatched(unit())], 0, DataError, "task 0 of batch 1 has not ended"),
-        ([*FINISHED, ev.BatchFinalizing()], 0, DataError, "in the pipeline"),
+        ([*FINISHED, ev.BatchFinalizing()], 0, DataError, "is being finalized"),
         ([*FINISHED, ev.BatchFinalizing(), ev.BatchFinalized(result={})], 0, DataError,
-         "its result was given out and stands; submit the tasks again"),
+         "its result was handed out and can't change; submit the tasks again"),
         ([], 0, BatchNotFound, "batch 1 is not registered"),
         ([submitted()], 5, DataError, "it has tasks 0 to 1"),
         ([submitted(batch_type="collect"), *FINISHED[1:], ev.ResultsTaken(tasks=[0], request="t")], 0, DataError,
-         "were taken"),
+         "were handed out: schedule a new task"),
     ], ids=["it runs", "in the pipeline", "given out", "no batch", "no task", "taken by a scheduler"])
     def test_what_can_not_run_again_is_refused(
         self, events: list[ev.Event], task: int, error: type[Exception], said: str

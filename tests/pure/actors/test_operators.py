@@ -75,7 +75,7 @@ def test_p29_grpo_names_the_experience_that_has_no_reward() -> None:
     with pytest.raises(PipelineError, match=r"grpo .*1/0/1/0/s0-1 has no reward"):
         run([{"name": "grpo"}], [experience(0, 1, None)])
     pair = experience(0, 0, 1.0, chosen=[1], rejected=[2])
-    with pytest.raises(PipelineError, match="needs an action_mask"):
+    with pytest.raises(PipelineError, match=r"has no action_mask, and the operator .* needs one"):
         run([{"name": "grpo"}], [pair])
 
 

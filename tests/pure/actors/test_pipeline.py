@@ -157,7 +157,7 @@ def test_p51_an_operator_that_can_not_prepare_fails_the_batch_and_is_prepared_ag
 
 def test_p51_models_of_operators_come_and_go_and_are_waited_for() -> None:
     models = OperatorModels(["judge"], "t", patience=0.05, make_client=lambda endpoint: endpoint.base_url)
-    with pytest.raises(EngineError, match=r"no engine of auxiliary model judge serves after 0.05 s"):
+    with pytest.raises(EngineError, match=r"no engine of auxiliary model judge, .* was ready within 0.05 s"):
         models.clients()
     models.update({"judge": {"judge-1": "http://b", "judge-0": "http://a"}, "other": {"x": "y"}})
     assert models.clients() == {"judge": ["http://a/v1", "http://b/v1"]}
@@ -323,7 +323,7 @@ def test_a_reward_that_can_not_be_shaped_takes_its_run_out(value: Any) -> None:
         (lambda e: (e, {}, 3), "returned a tuple"),
         (lambda e: (tuple(e), {}), r"returned \(tuple, dict\)"),
         (lambda e: (e, []), r"returned \(list, list\)"),
-        (lambda e: ([1], {}), "returned a int among the experiences"),
+        (lambda e: ([1], {}), "returned a int among its experiences"),
         (lambda e: (e, {"a": "x"}), "metric a of type str"),
         (lambda e: (e, {1: 2}), "metric named 1"),
         (lambda e: (e, {"a": math.nan}), "metric a = nan"),
@@ -355,10 +355,10 @@ def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
         ({"name": "grpo", "args": {"epsilonn": 1}}, "grpo can't be built with {'epsilonn': 1}"),
         ({"name": "grpo", "args": {"epsilon": 0}}, "epsilon is 0"),
         ({"name": "grpo", "args": {"std_cal_level": "all"}}, "std_cal_level is 'all'"),
-        ({"name": "grpo", "arg": {}}, "an operator is {name, args}"),
+        ({"name": "grpo", "arg": {}}, "an entry of operators must be {name, args}"),
         ({"name": "dedup", "args": {"scope": "all"}}, "scope is 'all'"),
         ({"name": "data_juicer"}, "data_juicer is not built in: .* name it \"module:Class\""),
-        ({"args": {}}, "an operator is {name, args}"),
+        ({"args": {}}, "an entry of operators must be {name, args}"),
         ({"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [{"op_type": "ADD"}]}}, "stats_key"),
     ],
 )

@@ -68,7 +68,7 @@ async def test_a_look_whose_answer_has_no_end_is_the_servers_error(look: Callabl
     (httpx.Response(404, text="not here"), "http://a:1/health answered 404: not here"),
     (httpx.Response(500), "http://a:1/health answered 500"), (httpx.Response(503), "http://a:1/health answered 503"),
     (httpx.Response(401), "http://a:1 wants a key (401), and there is none: put it into the environment variable KEY, "
-                          "where the system is started"),
+                          "and start the system again"),
 ], ids=lambda value: str(value.status_code) if isinstance(value, httpx.Response) else "")
 async def test_a_server_that_is_not_healthy_says_what_it_answered(answer: httpx.Response, told: str) -> None:
     server = VLLMServer("http://a:1", key_variable="KEY", transport=httpx.MockTransport(lambda _: answer))
@@ -98,17 +98,18 @@ LIKE_OTHERS = "; use a version of vLLM that docs/ENGINES.md lists (Tried)"
 @pytest.mark.parametrize(("spans", "choice", "told"), [
     (False, _choice(token_ids=None, logprobs=NAMES), f"ValueError: the answer has no token_ids{LIKE_OTHERS}"),
     (False, _choice(logprobs=None),
-     f"ValueError: the answer has 0 entries in logprobs.tokens, and 2 token_ids{LIKE_OTHERS}"),
+     f"ValueError: the answer has 0 entries in logprobs.tokens, but 2 token_ids{LIKE_OTHERS}"),
     (False, _choice(logprobs=NAMES | {"top_logprobs": None}),
-     f"ValueError: the answer has 0 entries in logprobs.top_logprobs, and 2 token_ids{LIKE_OTHERS}"),
+     f"ValueError: the answer has 0 entries in logprobs.top_logprobs, but 2 token_ids{LIKE_OTHERS}"),
     (False, _choice(logprobs=NAMES | {"tokens": ["A", "B"]}),
      f"ValueError: the answer's logprobs name a token by text, 'A', not as token_id:NUMBER{LIKE_OTHERS}"),
-    (False, _choice(logprobs=NAMES | {"token_logprobs": [None, -1.0]}), "ValueError: None is no logprob"),
+    (False, _choice(logprobs=NAMES | {"token_logprobs": [None, -1.0]}),
+     "ValueError: the answer has the logprob None, expected a number"),
     (True, _choice(logprobs=None),
-     f"ValueError: the answer has 0 entries in logprobs.content, and 2 token_ids{LIKE_OTHERS}"),
+     f"ValueError: the answer has 0 entries in logprobs.content, but 2 token_ids{LIKE_OTHERS}"),
     (True, _choice(logprobs={"content": [{"token": "token_id:5", "logprob": -1.0}] * 2}),
      f"the answer has no token_id{LIKE_OTHERS}"),
-    (True, _choice(prompt_token_ids=[1, 2]), "ValueError: the answer is to another prompt, of 2 tokens; 3 were sent"),
+    (True, _choice(prompt_token_ids=[1, 2]), "ValueError: the answer repeats a prompt of 2 tokens, not the 3 sent"),
     (True, None, "the answer has no choices, and says \"{'object': 'error', 'message': 'CUDA OOM'}\""),
 ], ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_an_answer_of_another_kind_of_server_is_told_by_the_field_that_is_missing_or_odd(
@@ -193,7 +194,7 @@ def test_choices_that_are_not_0_to_n_are_the_servers_error(indexes: list[int], s
 def test_an_event_of_another_choice_is_the_servers_error(indexes: list[int]) -> None:
     sampling = Sampling(max_tokens=4, logprobs=False)
     event = {"choices": [{"index": i, "token_ids": [5]} for i in indexes]}
-    with pytest.raises(EngineError, match=r"the answer has the choices .*, not 1 numbered from 0"):
+    with pytest.raises(EngineError, match=r"the answer has choices .*, expected 1 numbered from 0"):
         answers(event, sampling, spans=True, vocabulary=9, whole=False)
     assert answers({"choices": []}, sampling, spans=True, vocabulary=9, whole=False) == [], "such as usage alone"
 

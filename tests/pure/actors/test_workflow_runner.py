@@ -373,7 +373,7 @@ def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(("metrics", "told"), [
     ({"x" * 201: 1.0}, "a metric has a name of 201 characters, 'xxx"),
     ({f"m{i}": 1.0 for i in range(10_001)}, "at most 10,000 are expected"),
-    ({"big": 10**5000}, "metrics.big is a int: JSON numbers here have 64 bits"),
+    ({"big": 10**5000}, "metrics.big is a int: whole numbers must fit into 64 bits"),
 ])
 def test_metrics_that_a_trainer_may_not_give_either_fail_their_run(metrics: dict[str, float], told: str) -> None:
     class Says(Workflow):

@@ -61,7 +61,7 @@ def test_promise_6_the_result_does_not_depend_on_the_order_in_which_runs_finish(
 
 
 def test_a_stream_that_does_not_begin_with_a_submission_is_corrupt() -> None:
-    with pytest.raises(LogCorrupt, match="before its BatchSubmitted"):
+    with pytest.raises(LogCorrupt, match="comes before BatchSubmitted"):
         fold([ev.BatchFinalizing()])
 
 

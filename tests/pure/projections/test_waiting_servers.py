@@ -74,7 +74,7 @@ def test_a_runner_that_is_not_started_again_is_brought_back_by_name_and_its_serv
     assert "trinity-es restart-runner runner-0`; nothing" in str(story.why(5)), "what is no server is not taken away"
 
 
-REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+REFUSAL = f"{URL} can't load weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 def test_a_runner_that_goes_on_with_older_weights_is_told_with_the_way_out_and_is_no_stall() -> None:

@@ -131,7 +131,7 @@ def test_p5_one_experience_is_read_only_from_a_payload_of_one() -> None:
 def test_p5_reading_more_than_there_is_says_that_the_payload_is_not_the_one_expected(first: int, count: Any) -> None:
     with pytest.raises(CorruptPayload, match="holds 2 experiences"):
         Experience.deserialize_many(PAYLOAD, first, count)
-    with pytest.raises(DataError, match="both must be 0 or more"):
+    with pytest.raises(DataError, match="both numbers must be 0 or more"):
         Experience.deserialize_many(PAYLOAD, -1, count)
 
 
