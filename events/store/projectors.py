@@ -92,7 +92,7 @@ class ReadModels:
             values = {"after": after, "until": until, "limit": PAGE}
             rows = [from_row(r) for r in NEXT_PAGE.rows(connection, values)]
             if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
-                problem = f"{self._db.shown}: a position after {after} is missing; run verify"
+                problem = f"{self._db.shown}: a position after {after} is missing; run `trinity-es verify`"
                 raise LogCorrupt(problem, position=after + 1)
             projector.apply(connection, rows)
             after = rows[-1].position

@@ -96,7 +96,8 @@ class _Opened:
     def add(self, decoder: Decoder, digest: str, payload: Payload, first: int, count: int) -> None:
         """Add experiences of an open payload, completed from its sources."""
         if first + count > len(payload.items):
-            raise CorruptPayload(f"payload {digest} holds {len(payload.items)} experiences, fewer than the log says", digest=digest)
+            raise CorruptPayload(f"payload {digest} holds {len(payload.items)} experiences, fewer than the log says",
+                                 digest=digest)
         numbers = range(first, first + count)
         with _name_payload(digest):
             names = {source: payload.sources[source] for source in sorted(source_numbers(payload, numbers))}
