@@ -200,7 +200,7 @@ async def test_a_conversation_gets_the_logprobs_of_its_response() -> None:
 
 @pytest.mark.parametrize("messages", ["hello", b"hello", {"role": "user", "content": "hi"}, [1], None, ["hello"]])
 def test_what_is_no_conversation_is_named(messages: object) -> None:
-    with pytest.raises(WorkflowError, match=r"messages are .*a list of .*is expected"):
+    with pytest.raises(WorkflowError, match=r"messages are .*expected a list of"):
         plain_messages(messages)
 
 

@@ -185,7 +185,7 @@ async def test_p47_names_and_keywords_of_the_known_system() -> None:
     assert await model.get_message_token_len(HELLO) == len("U:hi|A:")
     by_name = await model.logprobs_async(tokens=[1, 2, 3], temperature=0.5)
     np.testing.assert_array_equal(by_name, await model.logprobs_async(token_ids=[1, 2, 3], temperature=0.5))
-    with pytest.raises(WorkflowError, match="which tokens"):
+    with pytest.raises(WorkflowError, match="without token ids"):
         await model.logprobs_async()
     warm = await model.convert_messages_to_experience_async(TALK, None, 0.5)
     plain = await model.convert_messages_to_experience_async(TALK, tools=None, temperature=1.0)

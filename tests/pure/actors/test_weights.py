@@ -304,7 +304,7 @@ def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
     assert not fleet.weights.group.is_whole()
-    with pytest.raises(SyncError, match="1 of 2 engines serve"):
+    with pytest.raises(SyncError, match="only 1 of 2 engines are ready"):
         fleet.weights.group.join("other", GROUP)
 
 

@@ -94,8 +94,8 @@ def test_the_order_of_a_dict_does_not_change_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"{", "no JSON"), (b"[1]", "not an object"), (b"{}", "step"), (b'{"step":"x"}', "step"),
-        (b'{"step":1,"mood":2}', "no field mood"), (b"\xff", "no JSON"),
+        (b"{", "not JSON"), (b"[1]", "not an object"), (b"{}", "step"), (b'{"step":"x"}', "step"),
+        (b'{"step":1,"mood":2}', "no field mood"), (b"\xff", "not JSON"),
     ],
 )
 def test_data_that_is_no_such_event_is_told(data: bytes, said: str) -> None:
