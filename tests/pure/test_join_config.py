@@ -33,7 +33,7 @@ def url(tmp_path: Path) -> str:
 def test_a_host_without_a_model_that_tasks_ask_is_refused_with_the_way_out(
     url: str, tmp_path: Path, override: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no engine of judge: .*engine_type http"):
+    with pytest.raises(ConfigError, match=r"no engine of judge, but .*engine_type http"):
         config_of(url, "b", [override], tmp_path / "logs")
 
 

@@ -231,7 +231,7 @@ def test_p5_runs_that_are_not_as_long_as_their_array_are_a_corrupt_payload() -> 
     wrong = data.replace(struct.pack("<I", 1000), struct.pack("<I", 999))
     with pytest.raises(CorruptPayload, match="checksum"):
         Payload(wrong)
-    with pytest.raises(CorruptPayload, match="runs"):
+    with pytest.raises(CorruptPayload, match="run lengths"):
         Payload(wrong, checked=True)
 
 
