@@ -14,6 +14,7 @@ from tests.helpers.real_engine import TOLERANCE, letters, run, vllm_system
 from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -40,7 +41,7 @@ def test_a1_logprobs_agree_with_torch_through_the_whole_system_before_and_after_
     rng = np.random.default_rng(0)
     for e in experiences:  # the reward is 0 almost everywhere before learning: any advantage moves the weights
         e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
-    trainer.step(experiences)
+    trainer.step(ExperienceColumns.of(experiences))
     trainer.save(str(tmp_path / "v1"))
     client.sync_weights(1, tmp_path / "v1")
     fresh = run(client, 2)

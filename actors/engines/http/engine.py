@@ -294,10 +294,8 @@ class HTTPEngine(ServerWeights):
         def read(response: Any, version: int) -> list[Completion]:
             parsed = self._answers(response, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in parsed]
-            return [
-                answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
-                for answer, text in zip(parsed, texts, strict=True)
-            ]
+            return [answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
+                    for answer, text in zip(parsed, texts, strict=True)]
 
         return await self._result(ids, sampling, read) * copies
 

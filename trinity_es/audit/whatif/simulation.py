@@ -301,19 +301,16 @@ class Simulation:
             addition = rounds.popleft()
             self.record(batch_id, [*filter(None, [addition.missing])])
             self.awaited_ids.discard(batch_id)  # until its caller has added tasks
-
-            def add_and_await() -> None:
-                self._add_tasks(batch_id, addition.event)
-                self.await_batch(batch_id)
-
-            self.after(addition.pause, add_and_await)
+            self.after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
         else:
             self.record(batch_id, [ev.BatchFinalized(result={})])
             self.note_end(batch_id)
             self.dispatch()
 
-    def _add_tasks(self, batch_id: BatchId, event: ev.TasksAdded) -> None:
-        """Add the tasks that were added to the recorded batch, unless it has ended here."""
+    def _add_tasks(self, batch_id: BatchId, event: ev.TasksAdded, *, then_await: bool = False) -> None:
+        """Add the tasks that were added to the recorded batch, unless it has ended; `then_await`: then wait for it."""
+        if then_await:
+            self.awaited_ids.add(batch_id)
         if self.states[batch_id].state is BatchLifecycleState.RUNNING:
             per_unit = self.settings.runs_per_unit or event.runs_per_unit
             self.record(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
