@@ -182,7 +182,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         return bool(self._aTB_numPendingTransmits < self._max_pending)
 
     def _schedulePreparedIntent(self, intent: Any, has_exclusive_flag: bool = False) -> None:
-        """Extend Thespian's: drop messages to a peer that takes nothing, and let none wait for long."""
+        """Extend Thespian's method: drop messages to a peer that reads nothing, and bound how long one waits."""
         peer, now = intent.targetAddr.addressDetails, time.monotonic()
         untaken = self._untaken.setdefault(peer, _Untaken(now))
         if untaken.count >= MAX_UNTAKEN and now - untaken.last_taken_at > SILENT_SECONDS:

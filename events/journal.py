@@ -146,7 +146,7 @@ def step(
 
 
 def without_open_steps(data: bytes) -> bytes:
-    """Replace all records of each run that has an open step by one that names its open steps."""
+    """Replace all records of each run with an open step by a single record that lists its open steps."""
     opened = {number: kept for number, kept in kept_runs([data]).items() if kept.open_steps()}
     rest, runs = [], dict[int, Run]()
     for head, _, frame in frames(data):

@@ -139,7 +139,7 @@ class ScriptedEngine:
         return {}
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """Return `sampling.n` answers after the script's times; until then `partial` returns what there is of them."""
+        """Return `sampling.n` answers after the script's delays; meanwhile `partial` returns their tokens."""
         answers, token_seconds = await self._play(prompt, sampling)
         if token_seconds:
             request = REQUEST_NAME.get()

@@ -142,7 +142,7 @@ class Supervision:
         return [c for c in self.children.values() if not c.is_coordinator()]
 
     def begin(self, name: str, incarnation: int, address: Any, now: float, model: str = "rollout") -> Child:
-        """Begin a life in the slot of this name, which keeps the ends that count; return it."""
+        """Begin a life of this child, and return it. Its slot keeps the earlier ends, for the restart limit."""
         child = Child(name, incarnation, address, born=now, seen=now, model=model)
         previous = self.children.get(name)
         if previous is not None:

@@ -157,7 +157,7 @@ class EngineThread:
 
     @property
     def runs_wait(self) -> str:
-        """External event that runs wait for, as they or the engine report it; empty if none."""
+        """What the runs wait for outside of this runner, in words of the run or engine; empty for nothing."""
         return self.activity.waits() or getattr(self.engine, "runs_wait", "")
 
     @property

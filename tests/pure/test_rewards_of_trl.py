@@ -81,7 +81,7 @@ def no_reward(workflow: type[Any], judge: Any) -> str:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 @pytest.mark.parametrize(("value", "said"), [
-    ([None], "the reward judge gave None: it does not apply to this task"),
+    ([None], "the reward judge returned None for this task"),
     ([1.0, 2.0], r"the reward judge gave \[1.0, 2.0\] for one completion: return a list of one number"),
     (1.0, r"the reward judge gave 1.0 for one completion"),
     ([{"acc": 1.0}], r"the reward judge gave \[{'acc': 1.0}\] for one completion: a reward of TRL's form returns"),

@@ -92,7 +92,7 @@ def read_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def choose_log(log: str | None, config: Path | None = None) -> str:
-    """Return the log's URL or path. A log that no option names is chosen, and named on stderr. Raises LogNotFound."""
+    """Return the log's URL or path. Without an option choose one, and print it on stderr. Raises LogNotFound."""
     if log is not None:
         return log
     if config is not None:

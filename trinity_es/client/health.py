@@ -87,7 +87,7 @@ def explain(
 
 
 def _startup_note(live: dict[str, Any] | None) -> str:
-    """Return the end of an error: what a starting system does, whose batch may not exist yet; "" if none starts."""
+    """Return text for a BatchNotFound: a system is starting, and may not have the batch yet; "" if none is."""
     if live is None:
         return ""
     if "weights_version" not in live:

@@ -107,15 +107,16 @@ def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     """Return each token's text; joined they are the whole text. A character of several tokens is at the last one."""
     texts: list[str] = []
-    begin = decoded = 0
+    context_start = done_count = 0
     for i in range(len(ids)):
         # A token is decoded together with the one before it, because its text may depend on it (a leading space).
-        before, after = decode(ids[begin:decoded]), decode(ids[begin : i + 1])
-        if after.endswith("\ufffd") and i + 1 < len(ids) and i - decoded < 4:  # the character is not complete yet
+        before, after = decode(ids[context_start:done_count]), decode(ids[context_start : i + 1])
+        # The character is not complete yet. It has at most 4 bytes, so at most 4 tokens.
+        if after.endswith("\ufffd") and i + 1 < len(ids) and i - done_count < 4:
             texts.append("")
             continue
         texts.append(after[len(before):])
-        begin, decoded = decoded, i + 1
+        context_start, done_count = done_count, i + 1
     return texts
 
 

@@ -123,7 +123,7 @@ class Server:
             episode.cancel()
 
     async def leave(self) -> None:
-        """End all episodes without answers."""
+        """Cancel all episodes; the runner gets no answer for them."""
         self.is_leaving = True
         tasks = list(self.episodes.values())
         for task in tasks:

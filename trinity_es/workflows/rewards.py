@@ -294,7 +294,7 @@ def _only_number(function: Any, rewards: Any) -> float:
         raise WorkflowError(f"the reward {name} gave {rewards!r} for one completion: return a list of one "
                             "number") from None
     if reward is None:
-        raise WorkflowError(f"the reward {name} gave None: it does not apply to this task, so its run has no reward")
+        raise WorkflowError(f"the reward {name} returned None for this task: return a number, such as 0.0")
     if isinstance(reward, Mapping):
         raise WorkflowError(f"the reward {name} gave {[reward]!r:.100} for one completion: a reward of TRL's form "
                             "returns a list of one number")

@@ -35,13 +35,13 @@ class Room:
     def __init__(
         self, runners: Iterable[Capacity] = (), fits: Callable[[Capacity], bool] = lambda runner: True
     ) -> None:
-        """Drop a runner for which `fits` returns False until it is put in again."""
+        """Offer only runners for which `fits` is True. Another is dropped when met, until its next `put`."""
         self._fits = fits
         self._runners: dict[str, Capacity] = {}
         self._arrival_numbers: dict[str, int] = {}
         """Number of each runner, in the order of arrival."""
         self._heap: list[tuple[float, int, int, Capacity]] = []
-        """Share, arrival number, entry's number and runner; entries may be out of date."""
+        """Used share of its places, arrival number, entry's number and runner; entries may be out of date."""
         self._entry_count = 0
         self._place_count = 0
         self._extra_share: float | None = None

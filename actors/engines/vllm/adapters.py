@@ -126,7 +126,7 @@ class AdapterServing:
             new = ServedAdapter(name, version, LoRARequest(f"{name}@{version}", next(self._numbers), path))
             try:
                 if not await llm.add_lora(new.request):
-                    raise RuntimeError("vLLM refused the adapter without a reason")
+                    raise RuntimeError(f"vLLM refused to load the adapter from {path}, and gave no reason: see its log")
                 try:
                     require_same(path, digest or files.digest, await asyncio.to_thread(check))
                 except SyncError:
@@ -154,7 +154,7 @@ class AdapterServing:
             self._replaced.append(served)
 
     async def _remove_unused(self) -> None:
-        """Remove the old versions without open requests from vLLM."""
+        """Unload from vLLM the old adapter versions that no open request uses."""
         for served in list(self._replaced):
             if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
                 self._replaced.remove(served)

@@ -203,11 +203,11 @@ def _file_id(status: os.stat_result) -> FileId:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that can't write the log, even if this user can't write beside it.
+    """Return a read-only connection, also if this user can't write to the log's folder.
 
     SQLite reads a write-ahead log through a shared-memory file, and makes a missing one. In a folder that this user
-    can't write to, without an active writer, it can only open the log as one that never changes ("immutable"). That
-    holds for a moment and not for the life of a pooled connection.
+    can't write to, without an active writer, it can only open the log as one that never changes ("immutable"). The
+    log is unchanged for a moment only, so don't keep such a connection.
     """
     connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", **_CONNECTION)
     try:
