@@ -208,7 +208,7 @@ def fields_of(decoded: Decoded) -> list[Fields]:
 
 
 def _fields_of(item: Fields) -> Fields:
-    """Return an item's fields, without arrays; those that it lacks are empty."""
+    """Return the fields of an experience from its item, but for arrays; fields that the item lacks are empty."""
     fields = {**_EMPTY, "info": {}, "metrics": {}, **item, "eid": EID(*item["eid"])}
     fields["experience_type"] = TYPES[fields.pop("type")]
     fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]

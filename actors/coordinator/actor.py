@@ -273,7 +273,7 @@ class Coordinator(BaseActor):
         self.handlers.journals.forget()
 
     def announce_waiting(self, error: Exception) -> None:
-        """Have the guardian tell clients this coordinator's address; its `status` shows the trouble."""
+        """Have the guardian give clients the address of this coordinator, whose `status` shows why it can't start."""
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:

@@ -148,7 +148,7 @@ class RequestsInHand:
         self._write()
 
     def end_pipeline(self, key: str) -> None:
-        """Note that the pipeline has ended and this coordinator lives."""
+        """Clear the request `key` of suspicion: its pipeline has ended, and did not end this coordinator."""
         self._pipelines.pop(key, None)
         self._suspects.pop(key, None)
         self._write()

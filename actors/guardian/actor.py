@@ -405,7 +405,7 @@ class Guardian(BaseActor):
     def retire_coordinator_after_runners(self) -> None:
         """End the coordinator in order if the system ends and all runners have ended."""
         if self.stopping and all(c.state in ENDED for c in self.runners()):
-            self.cancel("retire")
+            self.cancel("retire")  # the timer that would have done so without them
             self.retire_coordinator()
 
     def retire_coordinator(self) -> None:

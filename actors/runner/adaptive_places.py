@@ -147,7 +147,7 @@ class Places:
         self._leave()
 
     def watch(self, engine: Engine, tell: Callable[[], None], workers: WorkerPool | None) -> None:
-        """If the number is adaptive and the engine reports its load, follow the load; call `tell` after each change.
+        """If the number of places is adaptive and the engine reports load, follow it; call `tell` after each change.
 
         The number does not grow while units wait for a process of `workers`.
         """

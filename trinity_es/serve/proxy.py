@@ -377,7 +377,7 @@ class Proxy:
         self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
         engine: Backend, path: str,
     ) -> Response:
-        """Return a stream of an engine's answer, once its first part is there; at its end it is counted as answered."""
+        """Return a stream of an engine's answer, once its first part is there. Its end is counted as an answer."""
         from starlette.responses import StreamingResponse
 
         parts = self._record_before_end(answer, engine)

@@ -227,5 +227,5 @@ class _ThreadedCall:
         if self.thread.is_alive():
             raise SyncError(f"the process group for weights did not form, or hangs: no result after {timeout:g} s")
         if self.error is not None:
-            raise SyncError(f"weights could not be sent: {self.error}") from self.error
+            raise SyncError(f"the weights could not be sent: {type(self.error).__name__}: {self.error}") from self.error
         return self.value

@@ -132,8 +132,8 @@ class HostFleet:
     def hello(self, offer: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
         """Decide on a host that wants to join, and answer once everything recorded so far is durable.
 
-        Answer a request for files at once, since its sender has shown that it has the key. A `check` is answered
-        without joining the host.
+        A host that only asks for files is answered at once, because it has proved that it has the system's key. For a
+        `check` the host is not joined.
         """
         if "fetch" in offer:
             answer(self._folder_answer(offer))

@@ -120,7 +120,7 @@ class LeaseFleet:
             live.when_durable(self.release_due)
 
     def _check_all(self) -> None:
-        """Record the leases that expired, and release those that are due."""
+        """Record the leases that expired, and release those whose attempt is over."""
         self._record_orphans(self._live.leases)
         self._live.when_durable(self.release_due)
 

@@ -84,7 +84,7 @@ class SchedulerHandlers:
         return collect_decisions.open_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
-        """Record events of a batch, and its end if all its tasks are taken or dropped by now."""
+        """Record events of a batch, and its end if clients took the results of all its tasks or dropped them."""
         self._live.record_batch(batch.batch_id, events)
         end_events = collect_decisions.end_if_done(batch)
         self._live.record_batch(batch.batch_id, end_events)

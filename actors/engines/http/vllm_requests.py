@@ -53,7 +53,7 @@ class Answer:
 
 
 def route(spans: bool) -> str:
-    """Return the route to send requests to; `spans` (of `ServerFacts`): the server has the one for token ids."""
+    """Return the path for requests; `spans` (of `ServerFacts`): the server has the route that takes token ids."""
     return ASKED[0 if spans else 1]
 
 

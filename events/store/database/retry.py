@@ -48,7 +48,7 @@ REFUSED = re.compile(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if a retry makes sense: for errors of this software, of SQLAlchemy and of the drivers."""
+    """Return True if a retry of what raised this error may succeed. Knows our errors, SQLAlchemy's and the drivers'."""
     if isinstance(error, LogUnavailable):
         return bool(error.details.get("passing"))
     return isinstance(error, PoolTimeout) or classify(error) == "passing"
