@@ -153,7 +153,7 @@ class ExperienceColumns(Sequence[Experience]):
         experiences may share them. Raises DataError for another name.
         """
         if name not in _FIELDS:
-            raise DataError(f"{shown(name)} is not a field without arrays: use {', '.join(_FIELDS)}")
+            raise DataError(f"{shown(name)} is not a field that `field` returns: use {', '.join(_FIELDS)}")
         empty: Any = {} if name in ("info", "metrics") else None
         return [item.get(name, empty) for item in self._decoded.items]
 

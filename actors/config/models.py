@@ -130,8 +130,10 @@ class RolloutModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
-        """Raise ValueError if the servers' keys do not fit the engine type: http needs exactly one and neither lora nor
-        server_args, other types none. The length of `urls` becomes `engine_num`."""
+        """Set `engine_num` to the number of `servers.urls`. Raises ValueError for keys that do not fit the engine type.
+
+        Type http needs exactly one key of `servers`, and neither lora nor server_args; other types need none of it.
+        """
         servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
             if keys_in_use:

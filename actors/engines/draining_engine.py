@@ -100,7 +100,7 @@ class FinishingEngine:
                 self._gate.set()
 
     def _stamped(self, answer: Completion, version: int, count: int) -> Completion:
-        """Return an answer of `count` tokens with their version, unless the engine gave it or it changed meanwhile."""
+        """Return an answer with `version` for its `count` tokens, unless it has versions or they changed meanwhile."""
         if answer.version_spans or self._engine.model_version != version:
             return answer
         return replace(answer, version_spans=((version, 0, count),))

@@ -76,7 +76,7 @@ class Sampling:
     """The LoRA adapter that answers, in the version served when the request arrives; empty: the model itself."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields to record for a repeat: those up to `ignore_eos`, and any other that is not the default."""
+        """Return the fields that repeat a request: all up to `ignore_eos`, and others that are not the default."""
         values = {name: getattr(self, name) for name in _ALWAYS_RECORDED}
         values["stop"] = list(self.stop)
         return values | {name: value for name, default in _RECORDED_IF_SET if (value := getattr(self, name)) != default}

@@ -32,7 +32,10 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
-    """Return the ids of a prompt. Raises EngineError if it is empty, or leaves no room for an answer (`remedy`)."""
+    """Return the ids of a prompt. Raises EngineError if it is empty, or leaves no room for an answer.
+
+    `remedy`: what the error advises beside a shorter prompt.
+    """
     if isinstance(prompt, str):
         text = prompt
 

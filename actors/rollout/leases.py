@@ -268,7 +268,7 @@ class Lease:
         return report.result() if self._is_sync else await asyncio.wrap_future(report)
 
     async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a provider's method; a sync workflow awaits an async one on the lease's own loop."""
+        """Return the result of a provider's method; an async method runs on the lease's own loop until it ends."""
         if not self._is_sync:
             return await call_async(call, *args)
         result = call(*args)

@@ -123,7 +123,7 @@ class ReadModels:
 
 
 class _Group:
-    """Changes of a group of events to rows of batches, gathered until `flush` writes them."""
+    """Changes that a group of events makes to the rows of batches, gathered until `flush` writes them."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)

@@ -102,7 +102,7 @@ def state(name: str) -> Markup:
 
 
 def bar(row: Any) -> Markup:
-    """Return a bar of a batch's tasks, finished, failed and dropped of all, with its numbers."""
+    """Return a progress bar of a batch: its finished, failed and dropped tasks of all, with their counts."""
     total = max(row.tasks, 1)
     counts = {"finished": row.finished, "failed": row.failed, "dropped": row.dropped}
     parts, x = Markup(""), 0.0

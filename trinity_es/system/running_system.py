@@ -96,7 +96,7 @@ def system_file(config: Config) -> Path:
 
 
 def _read_admin(path: Path) -> dict[str, Any] | None:
-    """Return the admin in a `system_file` or `joined_file`; None if it is missing or another user wrote it."""
+    """Return the admin process in a `system_file` or `joined_file`; None if it is missing or another user wrote it."""
     try:
         admin = json.loads(path.read_bytes())
         is_valid = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= admin.keys()

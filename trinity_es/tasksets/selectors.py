@@ -131,6 +131,9 @@ class Difficulty:
         alpha = (1 - lamb) alpha + lamb + (1 - rho) m s [played] + rho m p
         beta  = (1 - lamb) beta + lamb + (1 - rho) m (1 - s) [played] + rho m (1 - p)
 
+    `m` is the weight of a step in observations, `lamb` the pull back to (1, 1), `rho` the share of the expected rate
+    beside the observed one; [played] is 1 for rows that were played, else 0.
+
     A row's score is -|target_reward - rate|. Its rate is alpha / (alpha + beta), or with `do_sample` a draw from the
     distribution. With `tau` 0 the best scores are taken, else rows are drawn with weights exp(score / tau).
     """

@@ -225,7 +225,8 @@ class _ThreadedCall:
         """Wait for the call and return its result. Raises SyncError if it failed, or takes longer than `timeout` s."""
         self.thread.join(timeout)
         if self.thread.is_alive():
-            raise SyncError(f"the process group for weights did not form, or hangs: no result after {timeout:g} s")
+            raise SyncError(f"the process group for weights did not form, or hangs: no result after {timeout:g} s. "
+                            "Check that the engines reach the trainer's address")
         if self.error is not None:
             raise SyncError(f"the weights could not be sent: {type(self.error).__name__}: {self.error}") from self.error
         return self.value

@@ -94,7 +94,7 @@ def excused(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str
 def load_result(
     life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded_once: Collection[str], *, had_all: bool
 ) -> list[ev.Event]:
-    """Record the result of a load order.
+    """Return the events that record the result of a load order.
 
     `loaded_once` are adapters that some engine has had; `had_all` means that this life served every adapter before.
     A runner that could not load a version goes on with its old one. A new runner that lacks an adapter fails, since it

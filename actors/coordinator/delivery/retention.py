@@ -57,8 +57,11 @@ class Retention:
         self, keep: int | None, live: LiveState, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
         written_position: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Start the thread. `post` runs a callable in the actor's loop, which alone may change `live`.
-        `written_position` returns the position in the log up to which the outputs have written everything."""
+        """Start the thread that deletes payloads; with `keep` None there is none, and all payloads stay.
+
+        `post` runs a callable in the actor's loop, which alone may change `live`. `written_position` returns the
+        position in the log up to which the outputs have written everything.
+        """
         self._written_position = written_position
         self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
         self._log = live.log

@@ -105,8 +105,10 @@ class WeightLoading:
     def publish(
         self, version: int, path: str, method: str = "checkpoint", *, again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Publish weights and have every runner load them; return the wait for that. Raises SyncError. The second value
-        is True if the trainer sends the weights to the engines; else runners load them from `path`."""
+        """Publish weights and have every runner load them. Raises SyncError.
+
+        Return a pair: the wait for all runners, and True if the trainer sends the weights to the engines (else runners
+        load them from `path`)."""
         serving_runners = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving_runners, again=again))

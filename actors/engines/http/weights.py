@@ -309,7 +309,7 @@ class ServerWeights:
     async def _forget_half_a_change(self) -> None:
         """Have the server's workers discard the remains of a failed load. Raises EngineError if they can't."""
         if not self._server_facts().has_extension:
-            raise EngineError("the server has no worker extension to discard a half-loaded checkpoint")
+            raise EngineError(f"{self.server.url} can't discard a half-loaded checkpoint: restart it")
         await self.server.in_workers("trinity_forget_half_reload")
 
     async def _restart(self, version: int, path: str) -> None:

@@ -83,8 +83,8 @@ class _Template:
             done, _ = await asyncio.wait({child.forked}, timeout=FORK_SECONDS)
             if not done:
                 self.close()
-                raise StartupError(f"a worker process was not forked within {FORK_SECONDS:.0f} s: the process that forks "
-                                   "it hangs, and is killed")
+                raise StartupError(f"a worker process was not forked within {FORK_SECONDS:.0f} s: the process that "
+                                   "forks it hangs, and is killed")
             child.forked.result()
 
     def close(self) -> None:

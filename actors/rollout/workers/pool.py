@@ -170,7 +170,7 @@ class WorkerPool:
 
 
 def _kill(pid: int) -> None:
-    """Kill a stopped worker and its descendants. Takes a while, since psutil reads all processes of the machine."""
+    """Kill a suspended worker and its descendants. Takes a while, since psutil reads all processes of the machine."""
     import psutil
 
     descendants: list[psutil.Process] = []

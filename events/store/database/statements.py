@@ -50,11 +50,11 @@ COMMIT_AND_EPOCH = Prepared(select(
 
 
 @lru_cache(64)
-def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
+def page_of(in_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
     """Return the query for a page of events, of one stream or all, and of these types or all."""
-    position = schema.POSITION_IN_STREAM if of_stream else _E.position
+    position = schema.POSITION_IN_STREAM if in_stream else _E.position
     query = select(schema.events).where(position > bindparam("after"), position <= bindparam("until"))
-    if of_stream:  # versions and positions rise together; with the version no page reads rows of the page before it
+    if in_stream:  # versions and positions rise together; with the version the index starts at this page
         query = query.where(_E.stream == bindparam("stream"), _E.version > bindparam("version")).order_by(_E.version)
     else:
         query = query.order_by(_E.position)

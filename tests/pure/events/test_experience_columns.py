@@ -137,7 +137,7 @@ def test_other_names_are_refused() -> None:
     columns = made((1, 1))
     with pytest.raises(DataError, match=r"'info' is not a vector of an experience: use tokens, logprobs, "):
         columns.column("info")
-    with pytest.raises(DataError, match=r"'tokens' is not a field without arrays: use prompt_length, reward, "):
+    with pytest.raises(DataError, match=r"'tokens' is not a field that `field` returns: use prompt_length, reward, "):
         columns.field("tokens")
 
 
