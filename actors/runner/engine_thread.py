@@ -157,7 +157,7 @@ class EngineThread:
 
     @property
     def runs_wait(self) -> str:
-        """What the runs wait for outside of this runner, in words of the run or engine; empty for nothing."""
+        """Cause outside of this runner for which its runs wait, in words of a run or of the engine; empty: none."""
         return self.activity.waits() or getattr(self.engine, "runs_wait", "")
 
     @property
