@@ -126,5 +126,5 @@ class UnitLeases:
         except ValueError as e:
             raise WorkflowError(str(e)) from None
         if self._secrets.holds_secret(value):
-            raise WorkflowError(f"{what} contains a secret of a task, which would be written to the log: let the "
+            raise WorkflowError(f"a secret of a task is in {what}, which would be written to the log: let the "
                                 "provider read it from the environment")

@@ -50,5 +50,5 @@ def test_a_rollout_of_an_adapter_is_generated_again_with_its_version(tmp_path: P
     assert found.equal, found
     assert found.turns[0].sampling["adapter"] == "math"
     make_adapter(folder, seed=1)
-    with pytest.raises(WeightNotFound, match=r"version 3 of adapter 'math': the files at .* changed"):
+    with pytest.raises(WeightNotFound, match=r"version 3 of adapter 'math' can't be loaded: the files at .* changed"):
         regenerate(rollout)

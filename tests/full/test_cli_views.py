@@ -171,7 +171,7 @@ def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(path
         told = cli("resume", *words)
         assert told.exit_code == 2
         assert "is led by a program of its own, TRL's trainer" in told.stderr
-    assert "name one" in cli("resume", path, "--log", "another.sqlite").stderr
+    assert "give only one of them" in cli("resume", path, "--log", "another.sqlite").stderr
 
 
 def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(path: Path) -> None:

@@ -437,7 +437,7 @@ def test_no_text_of_a_provider_keeps_what_others_tell(owner: Owner, unit: UnitLe
 def test_no_secret_of_a_task_is_told(owner: Owner, unit: UnitLeases, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_API_KEY", "plainer-words")
     for what, more in (("taken", {"args": {"deep": [f"it is {SECRET}"]}}), ("held", {"handle": {SECRET: 1}})):
-        with pytest.raises(WorkflowError, match="holds a secret of a task"):
+        with pytest.raises(WorkflowError, match="secret of a task"):
             unit.report(lease="es-1", what=what, run=0, **more)
     unit.report(lease="es-1", what="left", run=0, reason=f"401: {SECRET}, plainer-words")
     assert [(c.what, c.reason) for c in owner.sent()] == [("left", "401: ***, ***")]

@@ -14,6 +14,7 @@ from tests.helpers.of_the_day import REAL, by_turns
 from tests.helpers.serving import Load, Serving, VLLMServed, client_of, post, recorded
 from tests.helpers.systems import pid_of
 from trinity_es.actors.engines.devices import cores
+from trinity_es.events.experience_columns import ExperienceColumns
 
 pytestmark = [
     by_turns("clients", REAL), pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore"),
@@ -46,7 +47,7 @@ def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_
         import torch
 
         with torch.no_grad():
-            ours = trainer.logprobs([e]).numpy()[0, : e.tokens.size - e.prompt_length]
+            ours = trainer.logprobs(ExperienceColumns.of([e])).numpy()[0, : e.tokens.size - e.prompt_length]
         assert e.logprobs is not None
         assert float(np.abs(ours - e.logprobs).max()) < TOLERANCE
     after = log.log.head().position

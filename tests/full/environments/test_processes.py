@@ -77,7 +77,7 @@ async def test_an_environment_that_does_not_write_its_tasks_is_ended_with_what_i
     odd = environment(tmp_path / "odd", HANGS.format(note=note))
     monkeypatch.setattr(verifiers_tasks, "find", lambda name: odd)
     monkeypatch.setattr(verifiers_tasks, "TASKS_SECONDS", 5.0)
-    with pytest.raises(TasksetError, match="it was not done after 5 s"):
+    with pytest.raises(TasksetError, match="its process was not done after 5 s"):
         made_tasks({"env": "odd", "config": {"taskset": {"key": "hush"}}})
     assert "verifiers_main.py tasks" in note.with_suffix(".command").read_text()
     assert "hush" not in note.with_suffix(".command").read_text()

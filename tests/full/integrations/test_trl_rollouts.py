@@ -310,7 +310,7 @@ def test_a_prompt_that_no_data_set_has_is_refused_where_tasks_need_its_columns(
     tmp_path: Path, client: StandInClient
 ) -> None:
     for given in ({}, {"columns": ["answer"]}):
-        with pytest.raises(DataError, match=r"no row of trl-train has the prompt 'z=', .* or columns="):
+        with pytest.raises(DataError, match=r"no row of trl-train has the prompt 'z=', .* or Rollouts\(columns="):
             generated(tmp_path, StandInTrainer(ROWS), ["z=", "z="], **given)
     trainer = StandInTrainer(ROWS)
     trainer.model.training, trainer.eval_dataset = False, None
@@ -341,7 +341,7 @@ def test_a_stream_of_more_than_prompts_is_refused_unless_no_columns_are_asked_fo
     loader = torch.utils.data.DataLoader(Stream(), batch_size=4, collate_fn=list)
     made.on_train_begin(trainer.args, trainer.state, None, train_dataloader=loader)
     if refused:
-        with pytest.raises(DataError, match=r"trl-train is a stream, .*: give columns=\[\]"):
+        with pytest.raises(DataError, match=r"trl-train is a stream, .*, or columns=\[\]"):
             made(ASKED, trainer)
     else:
         made(ASKED, trainer)

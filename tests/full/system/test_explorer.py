@@ -110,7 +110,7 @@ def test_a_store_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     with trinity_es.open_log(config.store.url) as log:
         before = log.head().position
         assert [b.batch_id for b in log.batches()] == ["0/check", 1, "1/check"]
-    with pytest.raises(ConfigError, match="already holds a run, and it is complete"):
+    with pytest.raises(ConfigError, match="already holds a run, and the run is complete"):
         asyncio.run(once())
     with trinity_es.open_log(config.store.url) as log:
         assert log.head().position == before

@@ -87,7 +87,7 @@ def test_p29_columns_are_taken_and_read_as_experiences_are(system_for: StartSyst
     with pytest.raises(BatchNotFound):
         client.columns(f"{batch}/none")
     client.submit_batch(batch_id=f"{batch}/open", tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
-    with pytest.raises(DataError, match="is running: finalize_train_batch it first"):
+    with pytest.raises(DataError, match="is running, not FINALIZED: call finalize_train_batch first"):
         client.columns(f"{batch}/open")
     client.abort_batch(f"{batch}/open", reason="test")
 

@@ -18,6 +18,7 @@ from tests.helpers.real_engine import TOLERANCE, letters, run, vllm_system
 from tests.helpers.systems import everything, finalize_in_thread, kill_all, pid_of
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksDispatched
 from trinity_es.system import running_system
@@ -154,7 +155,7 @@ def test_b2_i4_what_is_killed_while_it_generates_comes_back_with_weights_and_ada
     version = client.status()["weights_version"] + 1
     batch = 100 * version
     trainer = GRPOTrainer(str(tiny))
-    trainer.step(run(client, batch))
+    trainer.step(ExperienceColumns.of(run(client, batch)))
     trainer.save(str(tmp_path / "weights"))
     client.sync_weights(version, tmp_path / "weights")
     adapters = {"math": adapter_for(tiny, tmp_path / "math", 0), "code": adapter_for(tiny, tmp_path / "code", 1)}
