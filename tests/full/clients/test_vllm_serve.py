@@ -47,7 +47,7 @@ def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_
         import torch
 
         with torch.no_grad():
-            ours = trainer.logprobs(ExperienceColumns.of([e])).numpy()[0, : e.tokens.size - e.prompt_length]
+            ours = trainer.logprobs(ExperienceColumns.of([e])).numpy()[0, e.prompt_length - 1 : e.tokens.size - 1]
         assert e.logprobs is not None
         assert float(np.abs(ours - e.logprobs).max()) < TOLERANCE
     after = log.log.head().position
