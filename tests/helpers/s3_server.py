@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -24,10 +26,12 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
         self._server.start()
+        self.is_up = True
         self._port = self._server.get_host_and_port()[1]
 
     def stop(self) -> None:
         self._server.stop()
+        self.is_up = False
 
     @property
     def endpoint(self) -> str:
@@ -62,3 +66,36 @@ def s3_server() -> Iterator[S3Server]:
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def refusing_server(status: int, code: str, count: int) -> Iterator[str]:
+    """Give the address of a server that refuses `count` requests as S3 does, and accepts any other."""
+    left = [count]
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            refuses, left[0] = left[0] > 0, left[0] - 1
+            body = f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode() if refuses else b""
+            self.send_response(status if refuses else 200)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -38,6 +38,8 @@ MOST_REQUESTS = 16
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """Beginning of the names of the environment's variables, by scheme."""
 _STATUS = re.compile(r"status code: (\d{3})")
+_DURATION = re.compile(r" in [\d.]+[nµm]?s\b")
+"""Part of a message that differs whenever the same happens again."""
 _PASSING_STATUSES = frozenset({408, 425, 429})
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 _METADATA_SERVER = re.compile(r"169\.254\.169\.254|metadata\.google\.internal")
@@ -145,7 +147,7 @@ class Objects(PayloadStore):
     def _error(self, error: Exception) -> Exception:
         """Return our error for one of the library; its detail `passing` says that a request may be repeated."""
         scheme = self._url.partition(":")[0]
-        text = scrubbed(str(error).partition("\n\nDebug source")[0], _secrets(scheme))[:500]
+        text = _brief(error, scheme)
         variables = f"{_VARIABLES[scheme]}_..."
         status = int(found[1]) if (found := _STATUS.search(text)) else 0
         store = f"the payload store {self._url}"
@@ -183,9 +185,14 @@ def _connect(url: str) -> Any:
             },
         )
     except (BaseError, ValueError) as e:
-        text = scrubbed(str(e).partition("\n\nDebug source")[0], _secrets(scheme))[:500]
-        raise ConfigError(f"the payload store {url} can't be used: {text}. Check {_VARIABLES[scheme]}_... in the "
-                          "environment of this process") from None
+        raise ConfigError(f"the payload store {url} can't be used: {_brief(e, scheme)}. Check {_VARIABLES[scheme]}_... "
+                          "in the environment of this process") from None
+
+
+def _brief(error: Exception, scheme: str) -> str:
+    """Return the message of an error of the library without secrets, durations and internals."""
+    message = _DURATION.sub("", str(error).partition("\n\nDebug source")[0])
+    return scrubbed(message, _secrets(scheme))[:500]
 
 
 def _secrets(scheme: str) -> list[str]:

@@ -61,6 +61,7 @@ def open_payloads(
     LogUnavailable for a place that can't be used.
     """
     place = recorded_place(url, patience=patience)
+    create = create and not place  # if its folder is missing, it may be a share that is not mounted
     return open_place(url, place, create=create, durability=durability, patience=patience)
 
 
@@ -93,6 +94,8 @@ def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> 
     with closing(Database(url, durability=durability)) as database:
         place = database.read(read_place)
         if wanted and place.rpartition("/")[0] != wanted:
+            if (folder := folder_of(wanted)) is not None and not folder.is_dir():
+                raise ConfigError(f"store.payloads is {wanted}, which is no folder: mount or make it")
             _require_no_payloads(url, place, wanted)
             new_place = database.read(lambda c: place_below(c, wanted))
             open_place(url, new_place, create=True, durability=durability).close()

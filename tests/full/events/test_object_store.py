@@ -1,9 +1,7 @@
-"""What payloads in a bucket or a shared folder need: a place in the log, trouble that is waited for, and clear errors."""
+"""Payloads in a bucket or a shared folder: their place in the log, trouble that is waited for, and clear errors."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -12,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select, update
 
-from tests.helpers.paths import ROOT
-from tests.helpers.s3_server import BUCKET, S3Server, s3_server
+from tests.helpers.s3_server import BUCKET, S3Server, refusing_server, s3_server
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogTooNew, LogUnavailable, PayloadNotFound
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
@@ -156,7 +152,7 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told_at_once(
     status: int, code: str, passing: bool, bucket_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that refuses twice."""
-    with _refusals(status, code, 2) as address:
+    with refusing_server(status, code, 2) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         store, told = Objects(bucket_url, 5.0), list[Exception]()
         started = time.monotonic()
