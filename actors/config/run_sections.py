@@ -23,6 +23,7 @@ from trinity_es.actors.config.section import (
     Section,
 )
 from trinity_es.actors.server_addresses import is_loopback
+from trinity_es.events.store.payloads.payload_place import require_place_url
 
 __all__ = [
     "ExplorerConfig", "MonitorConfig", "OverRolloutConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig",
@@ -251,6 +252,11 @@ class StoreConfig(Section):
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name`. Better give a password by
     PGPASSWORD or ~/.pgpass; one in the URL is never shown. In mode `bench` the default is `bench/log.sqlite` in the
     default folder."""
+    payloads: Annotated[str, AfterValidator(lambda value: value and require_place_url(value))] = ""
+    """Place of the experiences: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a folder that
+    all hosts share, `file:///folder`. The log gets a part of its own below it. Credentials come from the environment
+    alone. Empty: where the log says, which is at first beside a SQLite file, or in PostgreSQL. A log that has payloads
+    keeps them where they are until `trinity-es payloads move`."""
     durability: Literal["process", "power"] = "power"
     """Faults that acknowledged data survives. `power`: also a loss of power; `process`: kill -9 of any process, and it
     is faster. On PostgreSQL both are the same."""

@@ -27,6 +27,7 @@ from trinity_es.events.processes import LEAST_FILES, process_start_time
 from trinity_es.events.store.checks.log_end import Claim, Mark, claim_to_dict
 from trinity_es.events.store.database.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads.payloads import settle_place
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end, running_system
@@ -127,6 +128,7 @@ def launch(
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
+    settle_place(config.store.url, config.store.payloads, durability=config.store.durability)
     code = _run_launcher(config, log_dir, {
         "config": launched_config(config, owner).plain(),
         "first_incarnation": incarnation,

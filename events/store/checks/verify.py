@@ -245,7 +245,7 @@ def _last_position(heads: Sequence[Any], problems: Problems) -> int:
     for (column, kind), value in zip(kinds, row, strict=True):
         if type(value) is not kind:
             problems.add(f"the log's head: its {column} is of type {type(value).__name__}, not {kind.__name__}")
-    if row[5] != schema.SCHEMA_REV:
+    if row[5] not in (schema.FIRST_REV, schema.SCHEMA_REV):
         problems.add(f"the log's head: schema_rev is {row[5]}, this software writes {schema.SCHEMA_REV}")
     return row[1] if type(row[1]) is int else 0
 

@@ -81,7 +81,7 @@ def _create(connection: Connection, db: Database, prepare: Callable[[Connection]
         connection.execute(
             insert(schema.heads).values(
                 id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
-                schema_rev=schema.SCHEMA_REV,
+                schema_rev=schema.FIRST_REV,
             )
         )
         schema.create_triggers(connection)

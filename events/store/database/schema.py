@@ -13,16 +13,18 @@ import sqlalchemy as sa
 from sqlalchemy.event import listens_for
 
 __all__ = [
-    "BULK", "GENESIS", "IS_RARE", "POSITION_IN_STREAM", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash",
-    "checkpoints", "create_table", "create_triggers", "drop_triggers", "events", "heads", "journals", "leases",
-    "payloads", "streams", "tables",
+    "BULK", "FIRST_REV", "GENESIS", "IS_RARE", "POSITION_IN_STREAM", "REFUSAL", "SCHEMA_REV", "body_hash",
+    "chain_hash", "checkpoints", "create_table", "create_triggers", "drop_triggers", "events", "heads", "journals",
+    "leases", "payload_place", "payloads", "streams", "tables",
 ]
 
-SCHEMA_REV = 1
-"""Revision of these tables. A log with a higher one is refused."""
+SCHEMA_REV = 2
+"""Newest revision of these tables. A log with a higher one is refused."""
+FIRST_REV = 1
+"""Revision of a log that records no place of its payloads, so that the first release can open it."""
 
 tables = sa.MetaData()
-"""Tables that every log has. `payloads` and `journals` are made when they are needed."""
+"""Tables that every log has. `payload_place`, `payloads` and `journals` are made when they are needed."""
 
 # On SQLite a plain INTEGER PRIMARY KEY is the row's own key: no second index.
 _Position = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -103,6 +105,13 @@ payloads = sa.Table(
     "es_payload", sa.MetaData(),
     sa.Column("digest", sa.Text, primary_key=True),
     sa.Column("data", sa.LargeBinary, nullable=False),
+)
+
+payload_place = sa.Table(
+    "es_payload_place", sa.MetaData(),
+    sa.Column("id", sa.SmallInteger, primary_key=True, autoincrement=False),
+    sa.Column("url", sa.Text, nullable=False),
+    sa.CheckConstraint("id = 0"),
 )
 
 journals = sa.Table(

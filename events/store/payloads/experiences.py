@@ -7,7 +7,7 @@ differences. It refers only to payloads of its own batch, which `store.retention
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of, source_numbers
 from trinity_es.events.payload_format import Payload, decoding, encode
-from trinity_es.events.store.payloads.payloads import Buffer, PayloadStore
+from trinity_es.events.store.payloads.payload_store import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 
 __all__ = ["ExperienceReader", "read_columns", "read_experiences", "sources_of", "write_delivered"]
@@ -79,15 +79,13 @@ class _Opened:
     """Payloads that are opened once."""
 
     def __init__(self, store: PayloadStore, mapped: bool = False) -> None:
-        self._read: Callable[[str], Buffer] = store.view if mapped else store.get
+        self._store, self._mapped = store, mapped
         self.payloads: dict[str, Payload] = {}
 
     def open(self, digests: Sequence[str], kept: dict[str, bytes] | None = None) -> None:
         """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
-        for digest in digests:
-            if digest in self.payloads:
-                continue
-            data = self._read(digest)
+        new_digests = [digest for digest in dict.fromkeys(digests) if digest not in self.payloads]
+        for digest, data in zip(new_digests, self._store.get_all(new_digests, mapped=self._mapped), strict=True):
             if kept is not None:
                 kept[digest] = bytes(data)
             with _name_payload(digest):

@@ -1,99 +1,55 @@
 """The payload store: data too big for an event, stored by the SHA-256 of its bytes.
 
 An event is appended only after `put` has returned, so a digest in the log always has its bytes. Beside a SQLite log the
-store is a directory, `<db path>.payloads/ab/abcdef...`, in PostgreSQL a table, so that every machine reaches it. Both
-are safe for threads and processes: tests/full/events/test_payloads.py is run on each.
+store is a directory, `<db path>.payloads/ab/abcdef...`, in PostgreSQL a table, so that every machine reaches it. A log
+may record another place (`payload_place.py`), a folder or a bucket. All are safe for threads and processes:
+tests/full/events/test_payloads.py is run on each.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Connection, delete, func, inspect, literal, select
 
 from trinity_es.events.atomic_file import sync, whole_file
-from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, LogUnavailable
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability, Tell
 from trinity_es.events.store.database.disk_errors import refusal
-from trinity_es.events.store.database.retry import once
-from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.database.retry import is_transient, once
+from trinity_es.events.store.database.urls import masked, parse_url
+from trinity_es.events.store.payloads.object_store import Objects
+from trinity_es.events.store.payloads.payload_place import (
+    folder_of,
+    place_below,
+    read_place,
+    recorded_place,
+    write_place,
+)
+from trinity_es.events.store.payloads.payload_store import (
+    DIGEST,
+    Buffer,
+    PayloadStore,
+    digest_of,
+    not_found,
+    require_digest,
+)
 
-__all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "patient"]
+__all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "open_place", "patient", "settle_place"]
 
 T = TypeVar("T")
 
-Bytes = TypeVar("Bytes", bytes, mmap.mmap)
-Buffer = bytes | mmap.mmap
-
 LEAST_MAPPED = 2**18
 """Minimum bytes of a file that is mapped: a smaller one is read faster."""
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class PayloadStore(Protocol):
-    """Immutable bytes by their digest."""
-
-    def put(self, data: bytes) -> str:
-        """Store the bytes durably, and return their digest.
-
-        If the digest is there already, its bytes are compared, and are replaced if they differ. Raises LogUnavailable.
-        """
-
-    def get(self, digest: str) -> bytes:
-        """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
-
-    def view(self, digest: str) -> Buffer:
-        """Return the same as `get`; a large file is mapped into memory, private to this process, instead of read.
-
-        If the disk fails while mapped bytes are used, the process ends by SIGBUS.
-        """
-        return self.get(digest)
-
-    def exists(self, digest: str) -> bool:
-        """Return True if a payload has this digest; only `get` checks its bytes."""
-
-    def size(self, digest: str) -> int | None:
-        """Return the number of bytes of a payload; None if the store lacks it."""
-
-    def delete(self, digest: str) -> None:
-        """Delete a payload; nothing happens if the store lacks it."""
-
-    def digests(self) -> Iterator[str]:
-        """Yield every digest in the store, in order."""
-
-    def strays(self) -> list[str]:
-        """Return entries of the store that are no payloads, left by a put that died or by other software."""
-        return []
-
-    def verify(self) -> list[str]:
-        """Read everything, and return all problems, each naming its digest; [] if the store is sound."""
-        problems = []
-        for digest in self.digests():
-            try:
-                self.get(digest)
-            except CorruptPayload as e:
-                problems.append(e.message)
-            except PayloadNotFound:
-                pass  # deleted meanwhile
-        return problems
-
-    def close(self) -> None:
-        """Close connections."""
-
-
-def digest_of(data: Buffer) -> str:
-    """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def open_payloads(
@@ -101,8 +57,26 @@ def open_payloads(
 ) -> PayloadStore:
     """Return the payload store of the log at `url`. Without `create`, raises LogNotFound if there is none.
 
-    `patience`: seconds for which each call waits out a lost connection.
+    `patience`: seconds for which each call waits out a lost connection, or a store that is away. Raises ConfigError and
+    LogUnavailable for a place that can't be used.
     """
+    place = recorded_place(url, patience=patience)
+    create = create and not place  # if its folder is missing, it may be a share that is not mounted
+    return open_place(url, place, create=create, durability=durability, patience=patience)
+
+
+def open_place(
+    url: str, place: str, *, create: bool, durability: Durability = "power", patience: float = 20.0
+) -> PayloadStore:
+    """Return the store at a place that is recorded, or may be, for the log at `url`; otherwise as `open_payloads`."""
+    if (folder := folder_of(place)) is not None:
+        if not create and not folder.is_dir():
+            raise LogUnavailable(f"the payload store {folder} is missing: mount or restore it", passing=True)
+        return _Files(folder, create, durability)
+    if place:
+        objects = Objects(place, patience)
+        objects.require()
+        return objects
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{os.path.realpath(parsed.database or '')}.payloads"), create, durability)
@@ -111,15 +85,57 @@ def open_payloads(
     return rows
 
 
+def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> None:
+    """Record `wanted`, the config's `store.payloads`, as the place of a log without payloads; check the recorded one.
+
+    A store that is only away is no error here, since whoever uses it waits for it. Raises ConfigError if the payloads
+    are at another place, and for one that can't be used; LogUnavailable.
+    """
+    with closing(Database(url, durability=durability)) as database:
+        place = database.read(read_place)
+        if wanted and place.rpartition("/")[0] != wanted:
+            if (folder := folder_of(wanted)) is not None and not folder.is_dir():
+                raise ConfigError(f"store.payloads is {wanted}, which is no folder: mount or make it")
+            _require_no_payloads(url, place, wanted)
+            new_place = database.read(lambda c: place_below(c, wanted))
+            open_place(url, new_place, create=True, durability=durability).close()
+            database.write(lambda c: write_place(c, new_place))
+        elif place:
+            try:
+                open_place(url, place, create=False, patience=0.0).close()
+            except LogUnavailable as e:
+                if not is_transient(e):
+                    raise
+
+
+def _require_no_payloads(url: str, place: str, wanted: str) -> None:
+    """Raise ConfigError if the log records a place, or has payloads."""
+    if not place:
+        try:
+            with closing(open_place(url, place, create=False)) as store:
+                if next(store.digests(), None) is None:
+                    return
+        except LogNotFound:
+            return
+    raise ConfigError(
+        f"store.payloads is {wanted}, and the payloads of {masked(url)} are {f'in {place}' if place else 'with it'}: "
+        f"move them with `trinity-es payloads move --log {masked(url)} {wanted}`, or remove store.payloads"
+    )
+
+
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     """Return the same store for a thread that can wait: each call waits out passing trouble for `seconds`.
 
     A lost payload has to be generated again, so the wait is worth it. Trouble with files does not pass by itself.
     """
-    if not isinstance(store, _Rows):
-        return store
     log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences existing loggers
-    return _Rows(store.database, seconds, lambda e: log.warning("the payload store waits: %s", e))
+
+    def tell(error: Exception) -> None:
+        log.warning("the payload store waits: %s", error)
+
+    if isinstance(store, Objects):
+        return store.patient(seconds, tell)
+    return _Rows(store.database, seconds, tell) if isinstance(store, _Rows) else store
 
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
@@ -205,10 +221,10 @@ class _Files(PayloadStore):
         try:
             data = self._path(digest).read_bytes()
         except FileNotFoundError:
-            raise _not_found(digest, self._root) from None
+            raise not_found(digest, self._root) from None
         except OSError as e:
             raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
-        return _require_digest(digest, data, self._root)
+        return require_digest(digest, data, self._root)
 
     def view(self, digest: str) -> Buffer:
         try:
@@ -218,7 +234,7 @@ class _Files(PayloadStore):
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError:  # missing, or it can't be mapped
             return self.get(digest)
-        return _require_digest(digest, data, self._root)
+        return require_digest(digest, data, self._root)
 
     def exists(self, digest: str) -> bool:
         return self._path(digest).is_file()
@@ -251,15 +267,15 @@ class _Files(PayloadStore):
 
     @staticmethod
     def _is_payload(path: Path) -> bool:
-        return _DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
+        return DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""
 
     def _path(self, digest: str) -> Path:
         # It becomes a path, so it must be a digest and nothing else.
-        if not _DIGEST.fullmatch(digest):
-            raise _not_found(digest, self._root)
+        if not DIGEST.fullmatch(digest):
+            raise not_found(digest, self._root)
         return self._root / digest[:2] / digest
 
 
@@ -308,8 +324,8 @@ class _Rows(PayloadStore):
         t = schema.payloads.c
         data = self._read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
         if data is None:
-            raise _not_found(digest, self.database.shown)
-        return _require_digest(digest, bytes(data), self.database.shown)
+            raise not_found(digest, self.database.shown)
+        return require_digest(digest, bytes(data), self.database.shown)
 
     def exists(self, digest: str) -> bool:
         query = select(literal(1)).where(schema.payloads.c.digest == digest)
@@ -335,15 +351,3 @@ class _Rows(PayloadStore):
 
     def close(self) -> None:
         self.database.close()
-
-
-def _not_found(digest: str, place: object) -> PayloadNotFound:
-    return PayloadNotFound(f"no payload {str(digest)[:80]} in {place}", digest=digest)
-
-
-def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
-    if digest_of(data) != digest:
-        raise CorruptPayload(
-            f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest
-        )
-    return data

@@ -1,4 +1,4 @@
-"""What a payload store promises, the same beside a SQLite log and in PostgreSQL."""
+"""What a payload store promises, the same beside a SQLite log, in PostgreSQL, in S3 and in a shared folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,37 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from tests.helpers.any_experience import small
+from tests.helpers.fixtures.stores import BACKENDS
 from tests.helpers.paths import ROOT
+from tests.helpers.s3_server import BUCKET
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.experiences import read_columns, read_experiences, write_delivered
-from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads, patient
+from trinity_es.events.store.payloads.payload_place import folder_of, recorded_place
+from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads, patient, settle_place
 from trinity_es.events.vocabulary import PayloadRef
+
+PLACES = ["s3", "folder"]
+"""Places other than the first release's, of which the log has to record the URL."""
+
+
+@pytest.fixture(params=[*BACKENDS, *PLACES])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a log with each kind of store in turn, which is empty."""
+    url = f"sqlite:///{tmp_path / 'log.db'}"
+    if request.param not in PLACES:
+        return request.getfixturevalue("postgres")() if request.param == "postgresql" else url
+    place = f"file://{tmp_path}/shared"
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    else:
+        (tmp_path / "shared").mkdir()
+    EventLog.open(url, create=True, durability="process").close()
+    settle_place(url, place)
+    return url
 
 
 @pytest.fixture
@@ -155,16 +180,25 @@ def test_a_mapped_file_is_written_by_nobody_and_outlives_its_name(tmp_path: Path
 
 def _overwrite(url: str, digest: str, data: bytes) -> None:
     parsed = parse_url(url)
-    if url.startswith("sqlite"):
+    place = recorded_place(url, patience=1.0)
+    if place.startswith("s3:"):
+        import obstore
+        from obstore.store import from_url
+
+        obstore.put(from_url(place, client_options={"allow_http": True}), f"{digest[:2]}/{digest}", data)
+    elif place:
+        (folder_of(place) / digest[:2] / digest).write_bytes(data)  # type: ignore[operator]
+    elif url.startswith("sqlite"):
         Path(f"{parsed.database}.payloads", digest[:2], digest).write_bytes(data)
-        return
-    engine = create_engine(parsed)
-    with engine.begin() as connection:
-        connection.execute(text("UPDATE es_payload SET data = :data WHERE digest = :digest"),
-                           {"data": data, "digest": digest})
-    engine.dispose()
+    else:
+        engine = create_engine(parsed)
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE es_payload SET data = :data WHERE digest = :digest"),
+                               {"data": data, "digest": digest})
+        engine.dispose()
 
 
+@pytest.mark.parametrize("store_url", BACKENDS, indirect=True)
 def test_without_create_a_store_that_is_not_there_is_told(store_url: str) -> None:
     with pytest.raises(LogNotFound, match="no payload store"):
         open_payloads(store_url, create=False)
