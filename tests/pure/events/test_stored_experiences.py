@@ -15,13 +15,13 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.payload_format import Payload
 from trinity_es.events.store.payloads import experiences as stored
 from trinity_es.events.store.payloads.experiences import ExperienceReader, read_experiences, write_delivered
-from trinity_es.events.store.payloads.payloads import digest_of
+from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of
 from trinity_es.events.vocabulary import PayloadRef
 
 SIZE = 2000
 
 
-class Memory:
+class Memory(PayloadStore):
     """A payload store, as far as experiences need one."""
 
     def __init__(self) -> None:
