@@ -14,11 +14,18 @@ import pytest
 
 from tests.helpers.handmade import cli
 from tests.helpers.s3_server import BUCKET, S3Server, refusing_server, s3_server
-from trinity_es.events.errors import AlreadyRunning, ConfigError, CorruptPayload, LogTooNew, LogUnavailable, PayloadNotFound
+from trinity_es.events.errors import (
+    AlreadyRunning,
+    ConfigError,
+    CorruptPayload,
+    LogTooNew,
+    LogUnavailable,
+    PayloadNotFound,
+)
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.move import move_payloads
+from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import recorded_place, require_place_url
 from trinity_es.events.store.payloads.payloads import digest_of, open_payloads, patient, settle_place
 
