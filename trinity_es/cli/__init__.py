@@ -58,6 +58,7 @@ _COMMANDS = {
     "export": ("export", "Write experiences, events or a trace to files."),
     "verify": ("batches_replay_verify", "Check a whole log."),
     "rebuild": ("batches_replay_verify", "Rebuild a log's tables from its events."),
+    "payloads": ("payloads", "Move the payloads of a log."),
     "what-if": ("whatif", "Predict recorded batches under other settings."),
     "regenerate": ("regenerate", "Generate a recorded rollout again, and compare tokens."),
     "workflows": ("workflows", "List the workflows and rewards of the package."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -11,10 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.handmade import cli
 from tests.helpers.s3_server import BUCKET, S3Server, refusing_server, s3_server
-from trinity_es.events.errors import ConfigError, CorruptPayload, LogTooNew, LogUnavailable, PayloadNotFound
+from trinity_es.events.errors import (
+    AlreadyRunning,
+    ConfigError,
+    CorruptPayload,
+    LogTooNew,
+    LogUnavailable,
+    PayloadNotFound,
+)
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads.move import move_payloads
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import recorded_place, require_place_url
 from trinity_es.events.store.payloads.payloads import digest_of, open_payloads, patient, settle_place
@@ -213,3 +223,46 @@ def test_bytes_that_were_changed_are_named(url: str, own_s3: S3Server, bucket_ur
     own_s3.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{digest[:2]}/{digest}", Body=b"wrong")
     with pytest.raises(CorruptPayload, match=digest):
         open_payloads(url).get(digest)
+
+
+def test_a_log_s_payloads_are_moved_and_moved_back(url: str, bucket_url: str) -> None:
+    store = open_payloads(url)
+    digests = sorted(store.put(bytes([n])) for n in range(5))
+    moved = cli("payloads", "move", bucket_url, "--log", url, "--delete", "--json")
+    assert moved.exit_code == 0, moved.output
+    told = json.loads(moved.stdout)
+    assert (told["payloads"], told["copied"], told["bytes"]) == (5, 5, 5)
+    assert told["place"] == recorded_place(url, patience=1.0)
+    assert list(open_payloads(url).digests()) == digests
+    assert list(store.digests()) == []
+    back = cli("payloads", "move", "log", "--log", url)
+    assert back.exit_code == 0, back.output
+    assert recorded_place(url, patience=1.0) == ""
+    assert list(store.digests()) == digests
+
+
+def test_a_move_that_was_interrupted_is_run_again(url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_payloads(url)
+    digests = sorted(store.put(bytes([n])) for n in range(60))
+    with monkeypatch.context() as patch:
+        patch.setattr("trinity_es.events.store.payloads.move._switch", _die)
+        with pytest.raises(KeyboardInterrupt):
+            move_payloads(url, bucket_url, epoch=0)
+    assert recorded_place(url, patience=1.0) == ""
+    again = json.loads(cli("payloads", "move", bucket_url, "--log", url, "--json").stdout)
+    assert (again["payloads"], again["copied"]) == (60, 0)
+    assert list(open_payloads(url).digests()) == digests == list(store.digests())
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_move_does_not_switch_under_a_system_that_started_meanwhile(url: str, bucket_url: str) -> None:
+    open_payloads(url).put(b"tokens")
+    with EventLog.open(url) as log:
+        epoch = log.acquire_lease("coordinator", {}).epoch
+        log.acquire_lease("coordinator", {})
+    with pytest.raises(AlreadyRunning, match="while its payloads were copied"):
+        move_payloads(url, bucket_url, epoch=epoch)
+    assert recorded_place(url, patience=1.0) == ""

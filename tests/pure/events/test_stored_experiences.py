@@ -15,7 +15,7 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.payload_format import Payload
 from trinity_es.events.store.payloads import experiences as stored
 from trinity_es.events.store.payloads.experiences import ExperienceReader, read_experiences, write_delivered
-from trinity_es.events.store.payloads.payload_store import PayloadStore, digest_of
+from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of
 from trinity_es.events.vocabulary import PayloadRef
 
 SIZE = 2000
@@ -220,7 +220,7 @@ def test_more_than_there_is_is_a_corrupt_payload() -> None:
     store: Any = Memory()
     [ref] = put(store, made(2))
     for wrong in (PayloadRef(digest=ref.digest, first=1, count=2), PayloadRef(digest=ref.digest, first=5, count=1)):
-        with pytest.raises(CorruptPayload, match="experiences, fewer than the log says"):
+        with pytest.raises(CorruptPayload, match="fewer experiences than the log says"):
             read_experiences(store, [wrong])
         with pytest.raises(CorruptPayload, match="fewer"):
             ExperienceReader(store).read(wrong.digest, wrong.first, wrong.count)

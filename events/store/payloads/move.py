@@ -1,0 +1,112 @@
+"""Move of a log's payloads to another place: copy, read back, then switch the recorded place.
+
+The place changes last, so a move that was killed can be run again, and leaves what is copied already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+
+from sqlalchemy import Connection, select
+
+from trinity_es.events.errors import AlreadyRunning, ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.payloads.payload_place import folder_of, place_below, read_place, write_place
+from trinity_es.events.store.payloads.payload_store import PayloadStore
+from trinity_es.events.store.payloads.payloads import open_place
+
+__all__ = ["Moved", "move_payloads"]
+
+MOST_COPIES = 8
+"""Number of payloads that are copied at once."""
+
+
+@dataclass
+class Moved:
+    """Result of a move."""
+
+    place: str
+    """Recorded place; "" for the log's own folder or table."""
+    payloads: int = 0
+    copied: int = 0
+    """Number of payloads that the new place lacked."""
+    bytes: int = 0
+    """Total size of all payloads."""
+    problems: list[str] = field(default_factory=list)
+    """Corrupt payloads, which stay where they were."""
+
+
+def move_payloads(
+    url: str, wanted: str, *, epoch: int, delete: bool = False, progress: Callable[[int], None] = lambda done: None
+) -> Moved:
+    """Move the payloads of the log at `url` to its own part below the place `wanted`; "" is the log's first place.
+
+    The caller holds the coordinator's lease with this `epoch`; a system that takes it meanwhile stops the move.
+    `delete`: delete the old copies after the switch, unless one is corrupt. Raises AlreadyRunning, ConfigError,
+    LogError.
+    """
+    if (folder := folder_of(wanted)) is not None and not folder.is_dir():
+        raise ConfigError(f"{wanted} is no folder: mount or make it")
+    with closing(Database(url)) as database:
+        place = database.read(read_place)
+        new_place = database.read(lambda c: place_below(c, wanted)) if wanted else ""
+        moved = Moved(new_place)
+        if place == new_place or (wanted and place.rpartition("/")[0] == wanted):
+            return Moved(place)
+        try:
+            source = open_place(url, place, create=False)
+        except LogNotFound:  # the log has no payloads yet
+            source = None
+        with closing(open_place(url, new_place, create=True)) as target:
+            if source is not None:
+                _copy_all(source, target, moved, progress)
+            database.write(lambda c: _switch(c, new_place, epoch))
+        if source is not None:
+            with closing(source):
+                if delete and not moved.problems:
+                    for digest in source.digests():
+                        source.delete(digest)
+    return moved
+
+
+def _copy_all(source: PayloadStore, target: PayloadStore, moved: Moved, progress: Callable[[int], None]) -> None:
+    """Copy what the target lacks, and read all of it back."""
+    def copy(digest: str) -> tuple[int, bool] | str:
+        try:
+            return _copy(source, target, digest)
+        except (CorruptPayload, PayloadNotFound) as e:
+            return e.message
+
+    digests = source.digests()
+    with ThreadPoolExecutor(MOST_COPIES, thread_name_prefix="move") as threads:
+        while part := list(islice(digests, 4 * MOST_COPIES)):
+            for outcome in threads.map(copy, part):
+                if isinstance(outcome, str):
+                    moved.problems.append(outcome)
+                else:
+                    moved.payloads, moved.bytes = moved.payloads + 1, moved.bytes + outcome[0]
+                    moved.copied += outcome[1]
+            progress(moved.payloads)
+
+
+def _copy(source: PayloadStore, target: PayloadStore, digest: str) -> tuple[int, bool]:
+    """Return the size of a payload, and whether it had to be copied. Both stores compare its digest."""
+    try:
+        return len(target.get(digest)), False
+    except (PayloadNotFound, CorruptPayload):
+        target.put(source.get(digest))
+        return len(target.get(digest)), True
+
+
+def _switch(connection: Connection, place: str, epoch: int) -> None:
+    """Record the new place, unless a system took the lease meanwhile."""
+    lease = select(schema.leases.c.epoch).where(schema.leases.c.name == "coordinator")
+    if connection.execute(lease).scalar_one() != epoch:
+        raise AlreadyRunning("a system was started on this log while its payloads were copied, so they stay where they "
+                             "were: end it with `trinity-es down`, and run this again")
+    write_place(connection, place)

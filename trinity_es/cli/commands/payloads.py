@@ -1,0 +1,72 @@
+"""The command `payloads move`, which moves a log's payloads to another place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from trinity_es.cli.common import JsonOption, LogOption, print_json, progress_counter
+from trinity_es.cli.which_config import settings_of
+from trinity_es.events.errors import AlreadyRunning
+from trinity_es.events.store.database.urls import masked
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads.move import move_payloads
+from trinity_es.events.store.payloads.payload_place import require_place_url
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.safe_text import plain
+from trinity_es.system import running_system
+
+__all__ = ["payloads"]
+
+payloads = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Move the payloads of a log.")
+
+
+@payloads.callback()
+def _group() -> None:
+    """Move the payloads of a log to a bucket, a shared folder, or back."""
+
+
+@payloads.command()
+def move(
+    to: Annotated[str, typer.Argument(
+        metavar="TO", show_default=False,
+        help="s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder; or `log`: beside a SQLite "
+             "log, in PostgreSQL's table.")],
+    log: LogOption = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the old copies after the move.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Move a log's payloads to another place, which the log then records. No system may run on the log.
+
+    What is there already is left, so a move that was interrupted can be run again. Every copy is read back before the
+    log names its new place. Corrupt payloads stay behind, are named, and make the command exit with 1.
+
+    \b
+    Example:
+      trinity-es payloads move --log runs/letters/first/log.sqlite s3://rollouts/letters
+    """
+    place = "" if to == "log" else require_place_url(to)
+    settings = settings_of(None, log)
+    url = settings.store.url
+    if running_system.find_head(settings) is not None or running_system.led_elsewhere(settings):
+        raise AlreadyRunning(f"a system runs on {masked(url)}: end it with `trinity-es down` before its payloads move")
+    with EventLog.open(url, projectors=projectors()) as opened:
+        lease = opened.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
+        try:
+            count = progress_counter("copied", "payloads")
+            moved = move_payloads(url, place, epoch=lease.epoch, delete=delete, progress=count)
+        finally:
+            opened.release_lease(lease)
+    if as_json:
+        print_json({"log": masked(url), **asdict(moved)})
+    else:
+        for problem in moved.problems:
+            print(plain(problem))
+        print(f"{moved.payloads:,} payloads ({moved.bytes:,} bytes), {moved.copied:,} of them copied now; "
+              f"{masked(url)} has them in {moved.place or 'its own store'}")
+    if moved.problems:
+        raise typer.Exit(1)
