@@ -15,9 +15,9 @@ own, independent of the log. At the end the two are compared:
 - not told: a client got no error although the log had lost acknowledged data.
 
 A recovery is the time from a fault to the next finished task, as a reader of the log sees it. `python -m
-benchmarks.chaos [--backend sqlite|postgresql|both] [--kills 100] [--seconds 420] [--seed 0] [--json FILE]`. Exit code 1
-when any of the lists has an entry. As root it runs itself in a mount namespace of its own; otherwise the full disk and
-the stepped boot time are left out, and named.
+benchmarks.chaos [--backend sqlite|postgresql|both] [--kills 100] [--seconds 420] [--seed 0] [--payloads URL|s3]
+[--json FILE]`. Exit code 1 when any of the lists has an entry. As root it runs itself in a mount namespace of its own;
+otherwise the full disk and the stepped boot time are left out, and named.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from benchmarks.chaos_hosts_trainer import Nap, asked, note_start, one_experienc
 from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace, on_disk
 from benchmarks.compared import options_of, write_json
 from tests.helpers.faults import Server
+from tests.helpers.s3_server import BUCKET, s3_server
 from trinity_es import Task, Workflow
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -70,6 +71,7 @@ class Chaos:
     def __init__(
         self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Server | None = None,
         disk: Disk | None = None, clock: SteppedClock | None = None, *, batches: int = 4, tasks: int = 50,
+        payloads: str = "",
     ) -> None:
         self.folder, self.random, self.database = folder, random.Random(seed), database
         self.account = Account("postgresql" if database is not None else "sqlite")
@@ -83,7 +85,7 @@ class Chaos:
                     "max_timeout": 60.0,
                     "rollout_model": {"engine_type": "scripted", "engine_num": 3},
                 },
-                "store": {} if url is None else {"url": url},
+                "store": {"payloads": payloads, **({} if url is None else {"url": url})},
                 "system": {"restarts": 10_000, "restart_pause": 0.1, "heartbeat_timeout": 8.0, "hang_timeout": 10.0},
             },
             folder=folder,
@@ -279,7 +281,7 @@ def _environment(more: dict[str, str]) -> Iterator[None]:
 
 def chaos(
     backend: str, *, kills: int, seconds: float, seed: int, batches: int = 4, tasks: int = 50, special: bool = False,
-    namespace: bool = False,
+    namespace: bool = False, payloads: str = "",
 ) -> Account:
     """One run on one backend, in a folder of its own.
 
@@ -302,7 +304,7 @@ def chaos(
             stack.callback(database.cleanup)
         run = Chaos(
             None if database is None else database.url("postgres"), folder, beside, seed, database, disk, clock,
-            batches=batches, tasks=tasks,
+            batches=batches, tasks=tasks, payloads=payloads,
         )
         if special and not namespace:
             run.account.left_out = ["a full disk and a stepped boot time, which need root and `unshare`"]
@@ -325,15 +327,19 @@ def main() -> int:
         ("--kills", {"type": int, "default": 100, "help": "faults by kill -9, on each backend"}),
         ("--seconds", {"type": float, "default": 420.0, "help": "and no longer than this, on each backend"}),
         ("--seed", {"type": int, "default": 0}),
+        ("--payloads", {"default": "", "help": "store.payloads; `s3`: a bucket of a server that runs meanwhile"}),
     ], quick=False)
     namespace = in_namespace("benchmarks.chaos")
     backends = ["sqlite", "postgresql"] if options.backend == "both" else [options.backend]
     accounts = []
-    for backend in backends:
-        accounts.append(chaos(
-            backend, kills=options.kills, seconds=options.seconds, seed=options.seed, special=True, namespace=namespace
-        ))
-        print(report(accounts[-1]))
+    own_bucket = options.payloads == "s3"
+    with s3_server() if own_bucket else contextlib.nullcontext():
+        for backend in backends:
+            accounts.append(chaos(
+                backend, kills=options.kills, seconds=options.seconds, seed=options.seed, special=True,
+                namespace=namespace, payloads=f"s3://{BUCKET}/chaos" if own_bucket else options.payloads,
+            ))
+            print(report(accounts[-1]))
     write_json(options.json, [vars(a) for a in accounts])
     return 0 if all(a.clean for a in accounts) else 1
 
