@@ -29,8 +29,8 @@ from trinity_es.system import lifecycle
 COMMANDS = [
     "demo", "up", "down", "status", "why", "restart-runner", "scale", "join", "hosts", "redo", "accept-rewind", "run",
     "resume", "bench", "debug", "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners",
-    "leases", "weights", "usage", "prompts", "export", "verify", "rebuild", "what-if", "regenerate", "workflows", "env",
-    "doctor",
+    "leases", "weights", "usage", "prompts", "export", "verify", "rebuild", "payloads", "what-if", "regenerate",
+    "workflows", "env", "doctor",
 ]
 READ = [
     ["batches"], ["show", "3"], ["show", "3", "--task", "0"], ["events", "3"], ["replay", "3"], ["verify"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,11 +23,10 @@ def markdown() -> str:
 
 def _pages(command: Any, name: str, parent: Any) -> Iterator[str]:
     """Yield the help of a command as a section, then that of its commands; the top has none of its own."""
-    context = command.make_context(name, [], parent=parent, resilient_parsing=True, max_content_width=110,
+    context = command.make_context(name.rpartition(" ")[2], [], parent=parent, resilient_parsing=True, max_content_width=110,
                                    terminal_width=110)
     if parent is not None:
-        text = re.sub(r"^Usage: .*? (trinity-es [\w -]+)", r"Usage: \1", command.get_help(context))
-        yield f"\n{'#' * len(name.split())} {name}\n```text\n{text.rstrip()}\n```"
+        yield f"\n{'#' * len(name.split())} {name}\n```text\n{command.get_help(context).rstrip()}\n```"
     for child_name in getattr(command, "commands", ()):
         if (child := command.get_command(context, child_name)) is not None:
             yield from _pages(child, f"{name} {child_name}", context)

@@ -220,7 +220,7 @@ def test_more_than_there_is_is_a_corrupt_payload() -> None:
     store: Any = Memory()
     [ref] = put(store, made(2))
     for wrong in (PayloadRef(digest=ref.digest, first=1, count=2), PayloadRef(digest=ref.digest, first=5, count=1)):
-        with pytest.raises(CorruptPayload, match="fewer experiences than the log says"):
+        with pytest.raises(CorruptPayload, match="experiences, fewer than the log says"):
             read_experiences(store, [wrong])
         with pytest.raises(CorruptPayload, match="fewer"):
             ExperienceReader(store).read(wrong.digest, wrong.first, wrong.count)

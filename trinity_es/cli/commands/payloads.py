@@ -22,12 +22,18 @@ from trinity_es.system import running_system
 
 __all__ = ["payloads"]
 
-payloads = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Move the payloads of a log.")
+HELP = """Move the payloads of a log to a bucket, a shared folder, or back.
+
+\b
+Example:
+  trinity-es payloads move --log runs/letters/first/log.sqlite s3://rollouts/letters
+"""
+payloads = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
 
 @payloads.callback()
 def _group() -> None:
-    """Move the payloads of a log to a bucket, a shared folder, or back."""
+    """Make this a group, although it has one command."""
 
 
 @payloads.command()
