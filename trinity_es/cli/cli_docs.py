@@ -23,7 +23,8 @@ def markdown() -> str:
 
 def _pages(command: Any, name: str, parent: Any) -> Iterator[str]:
     """Yield the help of a command as a section, then that of its commands; the top has none of its own."""
-    context = command.make_context(name.rpartition(" ")[2], [], parent=parent, resilient_parsing=True, max_content_width=110,
+    own_name = name.rpartition(" ")[2]
+    context = command.make_context(own_name, [], parent=parent, resilient_parsing=True, max_content_width=110,
                                    terminal_width=110)
     if parent is not None:
         yield f"\n{'#' * len(name.split())} {name}\n```text\n{command.get_help(context).rstrip()}\n```"

@@ -60,7 +60,7 @@ def move_payloads(
             return Moved(place)
         try:
             source = open_place(url, place, create=False)
-        except LogNotFound:  # the log has no payloads yet
+        except LogNotFound:  # the log names no payloads yet
             source = None
         with closing(open_place(url, new_place, create=True)) as target:
             if source is not None:

@@ -43,7 +43,7 @@ _DURATION = re.compile(r" in [\d.]+[nµm]?s\b")
 _PASSING_STATUSES = frozenset({408, 425, 429})
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 _METADATA_SERVER = re.compile(r"169\.254\.169\.254|metadata\.google\.internal")
-"""Addresses that only machines in a cloud have, which are asked if the environment has no credentials."""
+"""Addresses that only machines in a cloud have, which are asked without credentials in the environment."""
 
 
 class Objects(PayloadStore):

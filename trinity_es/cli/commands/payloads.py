@@ -25,8 +25,9 @@ __all__ = ["payloads"]
 HELP = """Move the payloads of a log to a bucket, a shared folder, or back.
 
 \b
-Example:
+Examples:
   trinity-es payloads move --log runs/letters/first/log.sqlite s3://rollouts/letters
+  trinity-es payloads move --log postgresql://me@db/runs file:///shared/payloads --json
 """
 payloads = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
