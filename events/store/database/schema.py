@@ -111,6 +111,7 @@ payload_place = sa.Table(
     "es_payload_place", sa.MetaData(),
     sa.Column("id", sa.SmallInteger, primary_key=True, autoincrement=False),
     sa.Column("url", sa.Text, nullable=False),
+    sa.Column("store", sa.LargeBinary, nullable=False),  # JSON of the StoreIdentity whose payloads these are
     sa.CheckConstraint("id = 0"),
 )
 

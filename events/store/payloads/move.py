@@ -16,8 +16,14 @@ from sqlalchemy import Connection, select
 from trinity_es.events.errors import AlreadyRunning, ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
-from trinity_es.events.store.payloads.payload_place import folder_of, place_below, read_place, write_place
-from trinity_es.events.store.payloads.payload_store import PayloadStore
+from trinity_es.events.store.payloads.payload_place import (
+    folder_of,
+    original_of,
+    place_below,
+    read_place,
+    write_place,
+)
+from trinity_es.events.store.payloads.payload_store import PayloadStore, digest_of
 from trinity_es.events.store.payloads.payloads import open_place
 
 __all__ = ["Moved", "move_payloads"]
@@ -46,6 +52,7 @@ def move_payloads(
 ) -> Moved:
     """Move the payloads of the log at `url` to its own part below the place `wanted`; "" is the log's first place.
 
+    A copy of a log gets payloads of its own, or with the recorded place itself as `wanted` takes over the original's.
     The caller holds the coordinator's lease with this `epoch`; a system that takes it meanwhile stops the move.
     `delete`: delete the old copies after the switch, unless one is corrupt. Raises AlreadyRunning, ConfigError,
     LogError.
@@ -53,10 +60,17 @@ def move_payloads(
     if (folder := folder_of(wanted)) is not None and not folder.is_dir():
         raise ConfigError(f"{wanted} is no folder: mount or make it")
     with closing(Database(url)) as database:
-        place = database.read(read_place)
+        place, original = database.read(lambda c: (read_place(c), original_of(database, c)))
+        if original and delete:
+            raise ConfigError(f"--delete would delete the payloads of {original}, of which this log is a copy")
+        if place and place == wanted:
+            database.write(lambda c: _switch(database, c, place, epoch))
+            return Moved(place)
         new_place = database.read(lambda c: place_below(c, wanted)) if wanted else ""
+        if original and place == new_place:
+            new_place += f"-{digest_of(database.place.encode())[:8]}"
         moved = Moved(new_place)
-        if place == new_place or (wanted and place.rpartition("/")[0] == wanted):
+        if not original and (place == new_place or (wanted and place.rpartition("/")[0] == wanted)):
             return Moved(place)
         try:
             source = open_place(url, place, create=False)
@@ -65,7 +79,7 @@ def move_payloads(
         with closing(open_place(url, new_place, create=True)) as target:
             if source is not None:
                 _copy_all(source, target, moved, progress)
-            database.write(lambda c: _switch(c, new_place, epoch))
+            database.write(lambda c: _switch(database, c, new_place, epoch))
         if source is not None:
             with closing(source):
                 if delete and not moved.problems:
@@ -103,10 +117,10 @@ def _copy(source: PayloadStore, target: PayloadStore, digest: str) -> tuple[int,
         return len(target.get(digest)), True
 
 
-def _switch(connection: Connection, place: str, epoch: int) -> None:
+def _switch(database: Database, connection: Connection, place: str, epoch: int) -> None:
     """Record the new place, unless a system took the lease meanwhile."""
     lease = select(schema.leases.c.epoch).where(schema.leases.c.name == "coordinator")
     if connection.execute(lease).scalar_one() != epoch:
         raise AlreadyRunning("a system was started on this log while its payloads were copied, so they stay where they "
                              "were: end it with `trinity-es down`, and run this again")
-    write_place(connection, place)
+    write_place(database, connection, place)

@@ -11,14 +11,18 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import orjson
 from sqlalchemy import Connection, delete, insert, inspect, select, update
 
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.store_identity import StoreIdentity, identity_of
 from trinity_es.events.store.database.urls import file_of
 
-__all__ = ["folder_of", "place_below", "read_place", "recorded_place", "require_place_url", "write_place"]
+__all__ = [
+    "folder_of", "original_of", "place_below", "read_place", "recorded_place", "require_place_url", "write_place",
+]
 
 _SCHEMES = ("s3", "gs", "az", "file")
 
@@ -68,6 +72,21 @@ def read_place(connection: Connection) -> str:
     return connection.execute(select(schema.payload_place.c.url)).scalar_one_or_none() or ""
 
 
+def original_of(database: Database, connection: Connection) -> str:
+    """Return host and path of the log to which the recorded payloads belong, if this log is a copy of it; else "".
+
+    A file counts as a copy if the original is still there, since a file may move to another disk or machine.
+    """
+    if not read_place(connection):
+        return ""
+    stored = connection.execute(select(schema.payload_place.c.store)).scalar_one()
+    recorded = StoreIdentity.from_dict(orjson.loads(stored))
+    path = Path(recorded.place.partition(" ")[2])
+    if recorded.is_same(identity_of(database, connection)) or (database.file is not None and not path.is_file()):
+        return ""
+    return recorded.place
+
+
 def place_below(connection: Connection, url: str) -> str:
     """Return the log's own place below a URL, so that logs with the same URL don't share payloads: each deletes its
     own."""
@@ -75,10 +94,11 @@ def place_below(connection: Connection, url: str) -> str:
     return f"{url}/{generation[:12]}"
 
 
-def write_place(connection: Connection, place: str) -> None:
+def write_place(database: Database, connection: Connection, place: str) -> None:
     """Record the place of the log's payloads; "" for the first release's. That release can't open such a log."""
     schema.payload_place.create(connection, checkfirst=True)
     connection.execute(delete(schema.payload_place))
     if place:
-        connection.execute(insert(schema.payload_place).values(id=0, url=place))
+        connection.execute(insert(schema.payload_place).values(
+            id=0, url=place, store=orjson.dumps(identity_of(database, connection).to_dict())))
     connection.execute(update(schema.heads).values(schema_rev=schema.SCHEMA_REV if place else schema.FIRST_REV))

@@ -30,6 +30,7 @@ from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import (
     folder_of,
+    original_of,
     place_below,
     read_place,
     recorded_place,
@@ -89,17 +90,24 @@ def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> 
     """Record `wanted`, the config's `store.payloads`, as the place of a log without payloads; check the recorded one.
 
     A store that is only away is no error here, since whoever uses it waits for it. Raises ConfigError if the payloads
-    are at another place, and for one that can't be used; LogUnavailable.
+    are at another place or belong to another log, and for a place that can't be used; LogUnavailable.
     """
     with closing(Database(url, durability=durability)) as database:
-        place = database.read(read_place)
+        place, original = database.read(lambda c: (read_place(c), original_of(database, c)))
+        if original:
+            move = f"trinity-es payloads move --log {masked(url)}"
+            raise ConfigError(
+                f"{masked(url)} is a copy of {original}, to which the payloads in {place} belong: give the copy "
+                f"payloads of its own with `{move} {wanted or place.rpartition('/')[0]}`. If no run goes on with the "
+                f"original, keep them with `{move} {place}`"
+            )
         if wanted and place.rpartition("/")[0] != wanted:
             if (folder := folder_of(wanted)) is not None and not folder.is_dir():
                 raise ConfigError(f"store.payloads is {wanted}, which is no folder: mount or make it")
             _require_no_payloads(url, place, wanted)
             new_place = database.read(lambda c: place_below(c, wanted))
             open_place(url, new_place, create=True, durability=durability).close()
-            database.write(lambda c: write_place(c, new_place))
+            database.write(lambda c: write_place(database, c, new_place))
         elif place:
             try:
                 open_place(url, place, create=False, patience=0.0).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
 import time
@@ -266,3 +267,37 @@ def test_a_move_does_not_switch_under_a_system_that_started_meanwhile(url: str, 
     with pytest.raises(AlreadyRunning, match="while its payloads were copied"):
         move_payloads(url, bucket_url, epoch=epoch)
     assert recorded_place(url, patience=1.0) == ""
+
+
+def test_a_copy_of_a_log_does_not_run_on_the_payloads_of_its_original(url: str, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    shared = f"file://{tmp_path}/shared"
+    settle_place(url, shared)
+    digest = open_payloads(url).put(b"tokens")
+    place = recorded_place(url, patience=1.0)
+    copy = f"sqlite:///{shutil.copy(tmp_path / 'log.db', tmp_path / 'copy.db')}"
+    assert open_payloads(copy, create=False).get(digest) == b"tokens", "it can be read"
+    with pytest.raises(ConfigError, match=rf"is a copy of .*log\.db, .* in {place} belong: .*move .* {shared}`"):
+        settle_place(copy, shared)
+    refused = cli("payloads", "move", shared, "--log", copy, "--delete")
+    assert (refused.exit_code, "would delete the payloads of" in refused.stderr) == (2, True)
+    moved = cli("payloads", "move", shared, "--log", copy)
+    assert moved.exit_code == 0, moved.output
+    settle_place(copy, shared)
+    assert recorded_place(copy, patience=1.0) != place == recorded_place(url, patience=1.0)
+    open_payloads(copy).delete(digest)
+    assert open_payloads(url).get(digest) == b"tokens"
+
+
+def test_a_log_that_was_moved_is_no_copy_and_a_copy_can_take_the_payloads_over(url: str, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    settle_place(url, shared := f"file://{tmp_path}/shared")
+    place = recorded_place(url, patience=1.0)
+    copy = f"sqlite:///{shutil.copy(tmp_path / 'log.db', tmp_path / 'copy.db')}"
+    taken = cli("payloads", "move", place, "--log", copy)
+    assert taken.exit_code == 0, taken.output
+    settle_place(copy, shared)
+    assert recorded_place(copy, patience=1.0) == place
+    shutil.copy(tmp_path / "log.db", tmp_path / "restored.db")
+    (tmp_path / "log.db").unlink()
+    settle_place(f"sqlite:///{tmp_path / 'restored.db'}", shared)
