@@ -48,7 +48,7 @@ class LeaseFleet:
         is_being_read: decisions.IsBeingRead = lambda batch, key: False,
     ) -> None:
         """Take `is_being_read`, which returns True while the journal of a lost unit is being read."""
-        self._is_read = is_being_read
+        self._is_being_read = is_being_read
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
         self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""
@@ -82,7 +82,7 @@ class LeaseFleet:
         for change in message.changes:
             batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
             end_reason, is_taken = decisions.end_of_attempt(batch, life, change), change.what == "taken"
-            earlier = decisions.attachable(live.leases, batch, change, self._is_read) if is_taken else None
+            earlier = decisions.attachable(live.leases, batch, change, self._is_being_read) if is_taken else None
             try:
                 live.record(*decisions.apply_change(
                     live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(), earlier
@@ -113,7 +113,7 @@ class LeaseFleet:
         """Record which of these leases are orphaned, and release those once that is durable."""
         live = self._live
         events = decisions.orphans(
-            leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_read
+            leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
         )
         live.record(*events)
         if events:

@@ -66,6 +66,18 @@ def test_promise_12_an_answer_goes_on_from_its_last_recorded_token(
     play(test)
 
 
+def test_promise_12_calls_with_other_options_are_other_calls() -> None:
+    journal, shared = RunJournal(RUN, Written()), Sampling(max_tokens=5)
+    asked: list[tuple[Sampling, dict[str, Any]]] = [
+        (shared, {}), (shared, {"logit_bias": {"7": 1.0}}), (shared, {"logit_bias": {"8": 1.0}}),
+        (replace(shared, seed=1), {}), (replace(shared, top_logprobs=1), {}),
+    ]
+    keys = [journal.call(Steady(), "m", PROMPT, sampling, further).key for sampling, further in asked]
+    assert len({fingerprint for fingerprint, _ in keys}) == len(asked)
+    again = [journal.call(Steady(), "m", PROMPT, sampling, further).key for sampling, further in asked]
+    assert again == [(fingerprint, 1) for fingerprint, _ in keys], "the second call of each"
+
+
 def test_promise_12_a_whole_answer_is_not_asked_again() -> None:
     sampling = Sampling(max_tokens=5)
 
