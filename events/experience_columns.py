@@ -39,10 +39,12 @@ class ExperienceColumns(Sequence[Experience]):
     """N experiences as columns.
 
     It is also a sequence of Experience, for code that takes a list: `len`, iteration and `columns[i]` work, and make
-    the objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns these rows' columns.
+    the objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns these rows' columns, and
+    the same objects if they were made. A field that is replaced in an object does not change the columns.
 
-    Vectors are FlatColumn: `values` flat, `offsets` int64 [N + 1], `present` bool [N]. All arrays are writable. An
-    experience of S tokens, the first P of which are its prompt, has a response of R = S - P.
+    Vectors are FlatColumn: `values` flat and writable, `offsets` int64 [N + 1], `present` bool [N]. A value for each
+    experience, such as `rewards`, is read-only: take a copy. An experience of S tokens, the first P of which are its
+    prompt, has a response of R = S - P.
 
     - `tokens` int32, S values each; `chosen, rejected` int32, of preference pairs
     - `logprobs, advantages, returns, token_level_reward, teacher_logprobs` float32, `action_mask` bool, R values each
@@ -50,6 +52,15 @@ class ExperienceColumns(Sequence[Experience]):
 
     def __init__(self, decoded: Decoded) -> None:
         self._decoded = decoded
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"{name} can't be replaced in columns: use a variable of your own")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        names = sorted({name for name, *_ in self._decoded.columns})
+        return f"<columns of {len(self)} experiences: {', '.join(names)}>"
 
     @classmethod
     def of(cls, experiences: Sequence[Experience]) -> Self:
@@ -79,9 +90,12 @@ class ExperienceColumns(Sequence[Experience]):
             return self._experiences[rows]
         chosen = np.arange(len(self))[self._rows(rows)]
         all_items, by_number = self._decoded.items, Rows([len(self)], chosen)
-        columns = {key: column for key, whole in self._decoded.columns.items()
-                   if (column := by_number.gather([whole])) is not None}
-        return type(self)(Decoded([all_items[row] for row in chosen.tolist()], columns))
+        columns = {key: by_number.gather([whole]) or FlatColumn.empty(len(chosen), whole.values.dtype)
+                   for key, whole in self._decoded.columns.items()}
+        part = type(self)(Decoded([all_items[row] for row in chosen.tolist()], columns))
+        if "_experiences" in self.__dict__:
+            part.__dict__["_experiences"] = [self._experiences[row] for row in chosen.tolist()]
+        return part
 
     def _rows(self, rows: Any) -> Any:
         """Return rows as numpy indexes with them. Raises DataError."""
@@ -119,6 +133,10 @@ class ExperienceColumns(Sequence[Experience]):
             raise DataError(f"{shown(name)} is not a vector of an experience: use {', '.join(_DTYPES)}")
         found = self._decoded.columns.get((name, None, dtype.name))
         return found if found is not None else FlatColumn.empty(len(self), dtype)
+
+    def _has(self, name: str) -> bool:
+        """Return True if any experience has this vector, or any of the columns of which these are a part."""
+        return (name, None, _DTYPES[name].name) in self._decoded.columns
 
     @property
     def tokens(self) -> FlatColumn:
@@ -160,24 +178,24 @@ class ExperienceColumns(Sequence[Experience]):
     @cached_property
     def prompt_lengths(self) -> Array:
         """int64 [N]: number of tokens of each prompt."""
-        return np.array([item["prompt_length"] for item in self._decoded.items], np.int64)
+        return _fixed(np.array([item["prompt_length"] for item in self._decoded.items], np.int64))
 
     @cached_property
     def rewards(self) -> Array:
         """float64 [N]: reward, NaN for an experience without one."""
-        return np.array([item.get("reward") for item in self._decoded.items], np.float64)
+        return _fixed(np.array([item.get("reward") for item in self._decoded.items], np.float64))
 
     @cached_property
     def versions(self) -> Array:
         """int64 [N, 2]: oldest and newest version of the weights that made any of its tokens, -1 where unknown."""
         versions = [version for info in self.field("info") for version in model_versions(info)]
-        return np.array([v if type(v) is int else -1 for v in versions], np.int64).reshape(-1, 2)
+        return _fixed(np.array([v if type(v) is int else -1 for v in versions], np.int64).reshape(-1, 2))
 
     @cached_property
     def groups(self) -> Array:
         """int64 [N]: number of its group, all runs of one task; groups are counted as they appear."""
         numbers: dict[tuple[Any, Any], int] = {}
-        return np.array([numbers.setdefault((e[0], e[1]), len(numbers)) for e in self._eids], np.int64)
+        return _fixed(np.array([numbers.setdefault((e[0], e[1]), len(numbers)) for e in self._eids], np.int64))
 
     @property
     def batches(self) -> list[int | str]:
@@ -192,17 +210,17 @@ class ExperienceColumns(Sequence[Experience]):
     @cached_property
     def runs(self) -> Array:
         """int64 [N]: run of its task."""
-        return np.array([eid[2] for eid in self._eids], np.int64)
+        return _fixed(np.array([eid[2] for eid in self._eids], np.int64))
 
     @cached_property
     def steps(self) -> Array:
         """int64 [N]: turn in its run, from 0."""
-        return np.array([eid[3] for eid in self._eids], np.int64)
+        return _fixed(np.array([eid[3] for eid in self._eids], np.int64))
 
     @cached_property
     def truncated(self) -> Array:
         """str [N]: "prompt_truncated", "response_truncated", or "" for an experience that is whole."""
-        return np.array([item.get("truncate_status", "") for item in self._decoded.items], np.str_)
+        return _fixed(np.array([item.get("truncate_status", "") for item in self._decoded.items], np.str_))
 
     @property
     def uids(self) -> list[str]:
@@ -226,6 +244,8 @@ class ExperienceColumns(Sequence[Experience]):
 
         Raises DataError for other arguments.
         """
+        if type(pad_id) is not int or not -(2**31) <= pad_id < 2**31:
+            raise DataError(f"pad_id is {shown(pad_id)}: give the id of a token")
         if side not in ("left", "right"):
             raise DataError(f"side is {shown(side)}: use \"left\" or \"right\"")
         lengths = self.tokens.lengths
@@ -277,7 +297,7 @@ class ExperienceColumns(Sequence[Experience]):
         places = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
         for name in _ALIGNED:
             column = self.column(name)
-            if not column.present.any():
+            if not self._has(name):
                 continue
             fits = column.present & (column.lengths == responses)
             begins = np.where(fits, self.prompt_lengths, tokens.lengths)
@@ -291,10 +311,11 @@ class ExperienceColumns(Sequence[Experience]):
         """
         out = ArrayDict()
         for name in _DTYPES:
-            if (column := self.column(name)).present.any():
+            if self._has(name):
+                column = self.column(name)
                 out |= {name: column.values, f"{name}_offsets": column.offsets}
-        out.update(prompt_lengths=self.prompt_lengths, rewards=self.rewards, versions=self.versions, groups=self.groups,
-                   runs=self.runs, steps=self.steps)
+        for name in ("prompt_lengths", "rewards", "versions", "groups", "runs", "steps"):
+            out[name] = getattr(self, name).copy()
         return out
 
     def to_torch(self, device: Any = None) -> dict[str, Any]:
@@ -326,6 +347,12 @@ class ExperienceColumns(Sequence[Experience]):
         in a column.
         """
         return arrow_table(self.table())
+
+
+def _fixed(array: Array) -> Array:
+    """Return an array after making it read-only, since a change would not reach the objects and parts."""
+    array.flags.writeable = False
+    return array
 
 
 def _positive(name: str, value: int) -> int:

@@ -92,6 +92,34 @@ def test_columns_are_a_sequence_of_the_same_experiences_each_time() -> None:
         columns[3]
 
 
+def test_objects_that_a_trainer_changed_are_those_of_every_part() -> None:
+    columns = made((2, 1), (2, 1), (2, 2))
+    for e in columns:
+        e.reward, e.advantages = 9.0, np.full(e.tokens.size - 2, 7.0, np.float32)
+    for part in (columns[:2], columns[np.array([True, False, True])], columns[[2, 0]][:1]):
+        assert all(e.reward == 9.0 and e.advantages is not None and e.advantages[0] == 7.0 for e in part)
+        assert all(any(e is whole for whole in columns) for e in part)
+
+
+def test_a_value_that_would_not_reach_parts_can_not_be_changed() -> None:
+    columns = made((2, 1), (2, 2))
+    for name in ("prompt_lengths", "rewards", "versions", "groups", "runs", "steps", "truncated"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(columns, name)[0] = 1
+        with pytest.raises(AttributeError, match=f"{name} can't be replaced in columns"):
+            setattr(columns, name, None)
+    columns.arrays()["rewards"][0] = 5.0
+    assert columns.rewards[0] == 0.0
+
+
+def test_a_part_without_rows_has_the_vectors_of_the_whole() -> None:
+    none = made((2, 1), (2, 2))[np.zeros(2, np.bool_)]
+    whole = made((2, 1))
+    assert none.padded().keys() == whole.padded().keys()
+    assert none.arrays().keys() == whole.arrays().keys()
+    assert (len(none), none.padded()["advantages"].shape, none.packed(9)) == (0, (0, 0), [])
+
+
 def test_experiences_share_no_json_with_the_columns() -> None:
     columns = ExperienceColumns.of([small(info={"a": [1]}, messages=[{"role": "user"}])])
     columns[0].info["a"].append(2)
@@ -201,6 +229,9 @@ def test_what_can_t_be_padded_or_packed_is_named() -> None:
             columns.padded(multiple_of=wrong)  # type: ignore[arg-type]
     with pytest.raises(DataError, match='side is \'up\': use "left" or "right"'):
         columns.padded(side="up")  # type: ignore[arg-type]
+    for pad_id in (None, 1.5, "5", 2**40):
+        with pytest.raises(DataError, match="pad_id is"):
+            made((1, 1)).padded(pad_id=pad_id)  # type: ignore[arg-type]
 
 
 def test_torch_gets_the_same_memory() -> None:
