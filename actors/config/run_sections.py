@@ -23,6 +23,7 @@ from trinity_es.actors.config.section import (
     Section,
 )
 from trinity_es.actors.server_addresses import is_loopback
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.payloads.payload_place import require_place_url
 
 __all__ = [
@@ -243,6 +244,14 @@ class TrainerConfig(Section):
     steps since the last checkpoint again, on the experiences in the log."""
 
 
+def _payloads_place(url: str) -> str:
+    """Return `store.payloads` as `require_place_url`. Raises ValueError."""
+    try:
+        return url and require_place_url(url)
+    except ConfigError as e:
+        raise ValueError(f"can't be used: {e.message}") from None
+
+
 class StoreConfig(Section):
     """The log and the payloads."""
 
@@ -252,7 +261,7 @@ class StoreConfig(Section):
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name`. Better give a password by
     PGPASSWORD or ~/.pgpass; one in the URL is never shown. In mode `bench` the default is `bench/log.sqlite` in the
     default folder."""
-    payloads: Annotated[str, AfterValidator(lambda value: value and require_place_url(value))] = ""
+    payloads: Annotated[str, AfterValidator(_payloads_place)] = ""
     """Place of the experiences: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a folder that
     all hosts share, `file:///folder`. The log gets a part of its own below it. Credentials come from the environment
     alone. Empty: where the log says, which is at first beside a SQLite file, or in PostgreSQL. A log that has payloads

@@ -35,7 +35,10 @@ FULL_SECONDS = 0.5, 5.0
 class Reporter:
     """Writer of finished units into the payload store; `report` gets their outcomes. Used on the engine's loop."""
 
+    _quick: PayloadStore
+    """Store whose calls fail after `STORE_SECONDS`, so that heartbeats soon say what the runner waits for."""
     payloads: PayloadStore
+    """Store whose calls wait while it is away."""
 
     def __init__(
         self, store: StoreConfig, report: Callable[[list[UnitOutcome]], None], log: logging.Logger
@@ -59,7 +62,7 @@ class Reporter:
             seconds=store.retry_for,
             tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
         )
-        self.payloads = patient(opened, store.retry_for)
+        self._quick, self.payloads = opened, patient(opened, store.retry_for)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return the result of a call that uses the payload store, made in the store's own thread."""
@@ -93,7 +96,7 @@ class Reporter:
         pauses = Backoff(*FULL_SECONDS)
         while True:
             try:
-                outcomes: list[UnitOutcome] = await self.in_thread(write_group, group, self.payloads)
+                outcomes: list[UnitOutcome] = await self.in_thread(write_group, group, self._quick)
             except LogUnavailable as e:
                 if not self.trouble:
                     self.log.error("payloads not written, trying again: %s", e)

@@ -48,19 +48,19 @@ class Moved:
 
 
 def move_payloads(
-    url: str, wanted: str, *, epoch: int, delete: bool = False, progress: Callable[[int], None] = lambda done: None
+    url: str, wanted: str, *, delete: bool = False, progress: Callable[[int], None] = lambda done: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Moved:
     """Move the payloads of the log at `url` to its own part below the place `wanted`; "" is the log's first place.
 
     A copy of a log gets payloads of its own, or with the recorded place itself as `wanted` takes over the original's.
-    The caller holds the coordinator's lease with this `epoch`; a system that takes it meanwhile stops the move.
-    `delete`: delete the old copies after the switch, unless one is corrupt. Raises AlreadyRunning, ConfigError,
-    LogError.
+    No system runs on the log; one that starts meanwhile stops the move. `delete`: delete the old copies after the
+    switch, unless one is corrupt. `say` gets what happens to them. Raises AlreadyRunning, ConfigError, LogError.
     """
     if (folder := folder_of(wanted)) is not None and not folder.is_dir():
         raise ConfigError(f"{wanted} is no folder: mount or make it")
     with closing(Database(url)) as database:
-        place, original = database.read(lambda c: (read_place(c), original_of(database, c)))
+        place, original, epoch = database.read(lambda c: (read_place(c), original_of(database, c), _epoch(c)))
         if original and delete:
             raise ConfigError(f"--delete would delete the payloads of {original}, of which this log is a copy")
         if place and place == wanted:
@@ -82,7 +82,10 @@ def move_payloads(
             database.write(lambda c: _switch(database, c, new_place, epoch))
         if source is not None:
             with closing(source):
-                if delete and not moved.problems:
+                if delete and moved.problems:
+                    say(f"the old copies in {place or 'the own store of the log'} stay, since not all could be moved")
+                elif delete:
+                    say(f"the log names the new place: deleting the old copies in {place or 'its own store'}")
                     for digest in source.digests():
                         source.delete(digest)
     return moved
@@ -117,10 +120,15 @@ def _copy(source: PayloadStore, target: PayloadStore, digest: str) -> tuple[int,
         return len(target.get(digest)), True
 
 
-def _switch(database: Database, connection: Connection, place: str, epoch: int) -> None:
-    """Record the new place, unless a system took the lease meanwhile."""
+def _epoch(connection: Connection) -> int:
+    """Return the epoch of the coordinator's lease; 0 if it was never taken."""
     lease = select(schema.leases.c.epoch).where(schema.leases.c.name == "coordinator")
-    if connection.execute(lease).scalar_one() != epoch:
+    return connection.execute(lease).scalar_one_or_none() or 0
+
+
+def _switch(database: Database, connection: Connection, place: str, epoch: int) -> None:
+    """Record the new place, unless a system took the lease since it had this epoch."""
+    if _epoch(connection) != epoch:
         raise AlreadyRunning("a system was started on this log while its payloads were copied, so they stay where they "
                              "were: end it with `trinity-es down`, and run this again")
     write_place(database, connection, place)

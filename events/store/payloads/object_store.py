@@ -152,7 +152,7 @@ class Objects(PayloadStore):
         status = int(found[1]) if (found := _STATUS.search(text)) else 0
         store = f"the payload store {self._url}"
         if _NO_BUCKET.search(text):
-            return LogUnavailable(f"{store} has no such bucket: make it, or change store.payloads")
+            return LogUnavailable(f"{store} has no such bucket: make the bucket, or name another")
         if _METADATA_SERVER.search(text):
             return LogUnavailable(f"{store} needs credentials, and this process has none in its environment: set "
                                   f"{variables} ({text})")

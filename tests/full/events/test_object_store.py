@@ -231,6 +231,7 @@ def test_a_log_s_payloads_are_moved_and_moved_back(url: str, bucket_url: str) ->
     digests = sorted(store.put(bytes([n])) for n in range(5))
     moved = cli("payloads", "move", bucket_url, "--log", url, "--delete", "--json")
     assert moved.exit_code == 0, moved.output
+    assert "deleting the old copies in its own store" in moved.stderr
     told = json.loads(moved.stdout)
     assert (told["payloads"], told["copied"], told["bytes"]) == (5, 5, 5)
     assert told["place"] == recorded_place(url, patience=1.0)
@@ -248,7 +249,7 @@ def test_a_move_that_was_interrupted_is_run_again(url: str, bucket_url: str, mon
     with monkeypatch.context() as patch:
         patch.setattr("trinity_es.events.store.payloads.move._switch", _die)
         with pytest.raises(KeyboardInterrupt):
-            move_payloads(url, bucket_url, epoch=0)
+            move_payloads(url, bucket_url)
     assert recorded_place(url, patience=1.0) == ""
     again = json.loads(cli("payloads", "move", bucket_url, "--log", url, "--json").stdout)
     assert (again["payloads"], again["copied"]) == (60, 0)
@@ -261,11 +262,13 @@ def _die(*_: object) -> None:
 
 def test_a_move_does_not_switch_under_a_system_that_started_meanwhile(url: str, bucket_url: str) -> None:
     open_payloads(url).put(b"tokens")
-    with EventLog.open(url) as log:
-        epoch = log.acquire_lease("coordinator", {}).epoch
-        log.acquire_lease("coordinator", {})
+
+    def start(done: int) -> None:
+        with EventLog.open(url) as log:
+            log.acquire_lease("coordinator", {})
+
     with pytest.raises(AlreadyRunning, match="while its payloads were copied"):
-        move_payloads(url, bucket_url, epoch=epoch)
+        move_payloads(url, bucket_url, progress=start)
     assert recorded_place(url, patience=1.0) == ""
 
 

@@ -29,6 +29,7 @@ def test_a_killed_runner_and_a_store_that_is_away_cost_nothing(start_system: Sta
     assert recorded_place(url, patience=1.0).startswith("s3:")
     client.submit_batch(batch_id=1, tasks=sleepers(8, seconds=0.3), batch_type="train")
     own_s3.stop()
+    wait_until(lambda: "s3://" in client.why(1) and "does not answer" in client.why(1), "why to name the store", 60)
     os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
     timer = threading.Timer(4.0, own_s3.start)
     timer.start()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from trinity_es.cli.common import JsonOption, LogOption, print_json, progress_counter
+from trinity_es.cli.common import JsonOption, LogOption, note, print_json, progress_counter
 from trinity_es.cli.which_config import settings_of
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.move import move_payloads
 from trinity_es.events.store.payloads.payload_place import require_place_url
-from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.event_texts import counted
 from trinity_es.safe_text import plain
 from trinity_es.system import running_system
 
@@ -61,19 +59,14 @@ def move(
     url = settings.store.url
     if running_system.find_head(settings) is not None or running_system.led_elsewhere(settings):
         raise AlreadyRunning(f"a system runs on {masked(url)}: end it with `trinity-es down` before its payloads move")
-    with EventLog.open(url, projectors=projectors()) as opened:
-        lease = opened.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        try:
-            count = progress_counter("copied", "payloads")
-            moved = move_payloads(url, place, epoch=lease.epoch, delete=delete, progress=count)
-        finally:
-            opened.release_lease(lease)
+    EventLog.open(url, read_only=True).close()  # raises if it is no log
+    moved = move_payloads(url, place, delete=delete, progress=progress_counter("copied", "payloads"), say=note)
     if as_json:
         print_json({"log": masked(url), **asdict(moved)})
     else:
         for problem in moved.problems:
             print(plain(problem))
-        print(f"{moved.payloads:,} payloads ({moved.bytes:,} bytes), {moved.copied:,} of them copied now; "
-              f"{masked(url)} has them in {moved.place or 'its own store'}")
+        print(f"{masked(url)} has its payloads in {moved.place or 'its own store'}; moved: "
+              f"{counted(moved.payloads, 'payload')} of {moved.bytes:,} bytes, {moved.copied:,} of them copied now")
     if moved.problems:
         raise typer.Exit(1)
