@@ -150,7 +150,7 @@ class SimEngineSide(EngineThread):
 class SimReporter(Reporter):
     def open(self) -> None:
         world().store.require()
-        self.payloads = stores.PayloadDouble(world().store)
+        self._quick = self.payloads = stores.PayloadDouble(world().store)
 
 
 _ACTORS = {"guardian": SimGuardian, "coordinator": SimCoordinator, "runner": SimRunner}

@@ -28,6 +28,7 @@ from tests.helpers.vllm_stand_in import FIRST, LAST
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.testing import wait_until
 
 pytestmark = [
@@ -147,7 +148,7 @@ def test_logprobs_of_a_real_server_agree_with_torch_before_and_after_a_sync(
     rng = np.random.default_rng(0)
     for e in before:
         e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
-    trainer.step(before)
+    trainer.step(ExperienceColumns.of(before))
     trainer.save(str(tmp_path / "v1"))
     client.sync_weights(1, tmp_path / "v1")
     after = play(2)
