@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.paths import ROOT
 from tests.helpers.tables import write_dataset, write_parquet
 from trinity_es.actors.config.data_sections import TasksetConfig
+from trinity_es.config.config import load_config
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets import files
@@ -54,6 +56,14 @@ def drain(tasks: Taskset, cuts: list[int]) -> list[int]:
         if n and not batch:
             return out
     raise AssertionError("no end")
+
+
+def test_the_tasksets_of_the_examples_can_be_read() -> None:
+    for file in ROOT.glob("examples/*/*.yaml"):
+        config = load_config(file).buffer.explorer_input
+        for found in [*config.tasksets, *config.eval_tasksets]:
+            if found.kind == "file" and Path(found.path).exists():
+                assert Taskset(found).read(Cursor(), 1)[0], file
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
