@@ -15,7 +15,7 @@ import pytest
 import trinity_es
 from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.paths import ROOT
-from trinity_es import Experience
+from trinity_es import Experience, ExperienceColumns
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.vocabulary import BatchFinalized
 from trinity_es.projections.reading.log_reader import Log
@@ -69,7 +69,7 @@ def test_the_agent_is_trained_by_one_command_on_what_was_sampled_alone(tmp_path:
             called += seen == said[-1]
     assert called > 0
 
-    recomputed = GRPOTrainer(str(tmp_path / "model")).logprobs(learned).detach().numpy()
+    recomputed = GRPOTrainer(str(tmp_path / "model")).logprobs(ExperienceColumns.of(learned)).detach().numpy()
     for e, row in zip(learned, recomputed, strict=True):
         assert e.logprobs is not None
         assert e.action_mask is not None
