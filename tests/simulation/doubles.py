@@ -265,7 +265,7 @@ class SimJobs:
         return True
 
     def run(self, job: Any) -> None:
-        world().later(world().between(0.01, 0.3), self.process, "", lambda: self._work(job))
+        world().later(world().between(0.01, 0.55) ** 2, self.process, "", lambda: self._work(job))
 
     def _work(self, job: Any) -> None:
         try:

@@ -155,7 +155,7 @@ def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_grou
     place.turn()
     place.live.load()  # as the next coordinator reads it, whose clients have not asked yet
     batch = place.live.batches[1]
-    place.handlers.batches._on_pipeline_done(1, batch.submission, PipelineDone({}, [], 1, 0, usable=1))
+    place.handlers.batches._on_pipeline_done(batch, PipelineDone({}, [], 1, 0, usable=1))
     place.turn()
     assert place.live.batches[1].missing == ev.GroupsMissing(usable=1, missing=1, lost={})
 
