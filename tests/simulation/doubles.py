@@ -186,7 +186,7 @@ class SimWriter(LogWriter):
     def _kick(self) -> None:
         if not self.busy and self._queue:
             self.busy = True
-            world().later(0.0003, self.process, "", self._take)
+            world().later(0.0003 + self._queue[-1].follow_up_seconds, self.process, "", self._take)
 
     def _take(self) -> None:
         group, self._queue = self._queue, []

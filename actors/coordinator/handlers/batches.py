@@ -46,6 +46,9 @@ from trinity_es.projections.event_texts import missing_text
 
 __all__ = ["BatchHandlers"]
 
+PIPELINE_SECONDS = 0.01
+"""Time for which the log's writer waits for a pipeline, so that its result and the last outcome are one append."""
+
 
 @dataclass(slots=True)
 class Waiter:
@@ -207,6 +210,7 @@ class BatchHandlers:
             self.live.record_batch(batch_id, [*(kept if kept and cuts_tasks else ()), *events])
             if batch_id in self.live.batches:  # a train batch: FINALIZING
                 self.start_pipeline(batch)
+                self.live.turn.follow_up_seconds = PIPELINE_SECONDS
             else:
                 self._on_ended(batch_id)
 
