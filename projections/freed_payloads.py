@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.payloads.payload_store import inlined
 from trinity_es.events.values import batch_stream
 
 __all__ = ["EXPERIENCES", "experience_digests", "freed_positions"]
@@ -39,7 +40,7 @@ def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
                 if event.payload is not None:
                     digests.add(event.payload.digest)
             case ev.BatchFinalized() | ev.ExperiencesProcessed() as event:
-                digests |= {ref.digest for ref in event.experiences}
+                digests |= {ref.digest for ref in event.experiences if inlined(ref.digest) is None}
             case ev.AttemptKept() as event:
                 digests.add(event.payload)
     return digests

@@ -52,6 +52,8 @@ class UnitOfWork:
     """Actions for when the turn is written."""
     failure_calls: list[Callable[[Exception], None]] = field(default_factory=list)
     """Actions for when it can't be written; each gets the error."""
+    follow_up_seconds: float = 0.0
+    """Time for which the writer waits for the next turn, which is likely to end what this one begins."""
 
 
 class LogWriter:
@@ -116,6 +118,9 @@ class LogWriter:
         while True:
             with self._wake:
                 is_idle = not self._wake.wait_for(lambda: self._queue or self._stopped, LOOK_SECONDS)
+                if self._queue and (seconds := self._queue[-1].follow_up_seconds):
+                    count = len(self._queue)
+                    self._wake.wait_for(lambda: len(self._queue) > count or self._stopped, seconds)
                 group, self._queue = self._queue, []
             if is_idle:
                 self._check_place()

@@ -44,6 +44,8 @@ class PayloadRef:
     """Range of experiences in a payload: `count` of them from `first` on."""
 
     digest: str
+    """SHA-256 of the payload's bytes; or `data:` and the bytes themselves in base64, if they are a few differences that
+    a pipeline made."""
     first: int
     count: int
 

@@ -186,7 +186,7 @@ class SimWriter(LogWriter):
     def _kick(self) -> None:
         if not self.busy and self._queue:
             self.busy = True
-            world().later(0.0003, self.process, "", self._take)
+            world().later(0.0003 + self._queue[-1].follow_up_seconds, self.process, "", self._take)
 
     def _take(self) -> None:
         group, self._queue = self._queue, []
@@ -265,7 +265,7 @@ class SimJobs:
         return True
 
     def run(self, job: Any) -> None:
-        world().later(world().between(0.01, 0.3), self.process, "", lambda: self._work(job))
+        world().later(world().between(0.01, 0.55) ** 2, self.process, "", lambda: self._work(job))
 
     def _work(self, job: Any) -> None:
         try:

@@ -77,6 +77,7 @@ class Dispatcher:
             self._update_room()
             for batch, event in decisions.dispatch(batches, self._room, self._timeout(), self._must_wait):
                 self.live.record_batch(batch.batch_id, [event])
+                self.live.turn.follow_up_seconds = 0.0  # a runner waits for this turn
                 runner_assignments = assignments.setdefault(event.runner, [])
                 runner_assignments += [self._assignment(batch, unit, event.timeout) for unit in event.units]
         for name in sorted(assignments.keys() | acks.keys()):

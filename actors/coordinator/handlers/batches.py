@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from trinity_es.actors.commands import (
@@ -46,6 +45,9 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.event_texts import missing_text
 
 __all__ = ["BatchHandlers"]
+
+PIPELINE_SECONDS = 0.01
+"""Time for which the log's writer waits for a pipeline, so that its result and the last outcome are one append."""
 
 
 @dataclass(slots=True)
@@ -207,7 +209,8 @@ class BatchHandlers:
             events = batches.start_finalizing(batch, return_partial=return_partial, groups=groups, cut=cuts_tasks)
             self.live.record_batch(batch_id, [*(kept if kept and cuts_tasks else ()), *events])
             if batch_id in self.live.batches:  # a train batch: FINALIZING
-                self.live.when_durable(partial(self.start_pipeline, batch))
+                self.start_pipeline(batch)
+                self.live.turn.follow_up_seconds = PIPELINE_SECONDS
             else:
                 self._on_ended(batch_id)
 
@@ -230,13 +233,14 @@ class BatchHandlers:
             self.actor.after(seconds, name, end_grace)
 
     def start_pipeline(self, batch: BatchState) -> None:
-        """Run the experiences of settled tasks through the pipeline.
+        """Run the experiences of settled tasks through the pipeline, while the turn is written.
 
-        With `return_partial_tasks`, those of finished runs of dropped tasks too.
+        With `return_partial_tasks`, those of finished runs of dropped tasks too. If the turn can't be written, the
+        pipeline has run for nothing, since `_on_pipeline_done` ignores its result.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
-            refs, lambda result: self._on_pipeline_done(batch.batch_id, batch.submission, result), may_refer=True,
+            refs, lambda result: self._on_pipeline_done(batch, result), may_refer=True,
             limit=self._staleness_limit(), min_groups=batch.groups,
         )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
@@ -263,11 +267,11 @@ class BatchHandlers:
         else:
             self.pipeline.run(replace(job, done=done))
 
-    def _on_pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
+    def _on_pipeline_done(self, batch: BatchState, result: PipelineDone | BaseException) -> None:
         """Record the pipeline's result, or why the batch stays open, and answer the waiting clients."""
-        batch = self.live.batches.get(batch_id)
-        if batch is None or batch.submission != submission or batch.state is not BatchLifecycleState.FINALIZING:
-            return  # aborted meanwhile
+        batch_id = batch.batch_id
+        if self.live.batches.get(batch_id) is not batch or batch.state is not BatchLifecycleState.FINALIZING:
+            return  # it was aborted meanwhile, or read again from the log since its turn could not be written
         if isinstance(result, BaseException):
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
@@ -287,7 +291,7 @@ class BatchHandlers:
         try:
             self.live.record_batch(batch_id, events)
         except InvalidEvent as e:  # for instance a metric's name that the log can't hold
-            self._on_pipeline_done(batch_id, submission, e)
+            self._on_pipeline_done(batch, e)
             return
         self._on_ended(batch_id)
 

@@ -16,13 +16,15 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of, source_numbers
 from trinity_es.events.payload_format import Payload, decoding, encode
-from trinity_es.events.store.payloads.payload_store import PayloadStore
+from trinity_es.events.store.payloads.payload_store import PayloadStore, inline, inlined
 from trinity_es.events.vocabulary import PayloadRef
 
 __all__ = ["ExperienceReader", "read_columns", "read_experiences", "sources_of", "write_delivered"]
 
 PER_PAYLOAD = 1024
 """Number of experiences in one payload of delivered ones."""
+INLINE_BYTES = 2**13
+"""Maximum bytes of a delivered payload that its event holds itself."""
 LEAST_SHARE = 0.5
 """Minimum share of a raw payload's experiences to refer to it, since readers must read all of it."""
 
@@ -84,7 +86,13 @@ class _Opened:
 
     def open(self, digests: Sequence[str], kept: dict[str, bytes] | None = None) -> None:
         """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
-        new_digests = [digest for digest in dict.fromkeys(digests) if digest not in self.payloads]
+        new_digests = list[str]()
+        for digest in dict.fromkeys(digests):
+            if (data := inlined(digest)) is not None:
+                with decoding():
+                    self.payloads[digest] = Payload(data)
+            elif digest not in self.payloads:
+                new_digests.append(digest)
         for digest, data in zip(new_digests, self._store.get_all(new_digests, mapped=self._mapped), strict=True):
             if kept is not None:
                 kept[digest] = bytes(data)
@@ -94,7 +102,7 @@ class _Opened:
     def add(self, decoder: Decoder, digest: str, payload: Payload, first: int, count: int) -> None:
         """Add experiences of an open payload, completed from its sources."""
         if first + count > len(payload.items):
-            raise CorruptPayload(f"payload {digest} holds {len(payload.items)} experiences, fewer than the log says",
+            raise CorruptPayload(f"payload {digest[:80]} holds {len(payload.items)} experiences, fewer than the log says",
                                  digest=digest)
         numbers = range(first, first + count)
         with _name_payload(digest):
@@ -102,7 +110,7 @@ class _Opened:
         try:
             self.open(list(names.values()))
         except PayloadNotFound as e:
-            raise PayloadNotFound(f"{e.message}, to which payload {digest} refers", **e.details) from e
+            raise PayloadNotFound(f"{e.message}, to which payload {digest[:80]} refers", **e.details) from e
         with _name_payload(digest):
             decoder.add(payload, numbers, {source: self.payloads[name] for source, name in names.items()})
 
@@ -117,14 +125,14 @@ def sources_of(data: bytes) -> list[str]:
 
 @contextmanager
 def _name_payload(digest: str) -> Iterator[None]:
-    """Add the payload's digest to a decoding error."""
+    """Add the payload's digest, or the beginning of the bytes in its place, to a decoding error."""
     try:
         with decoding():
             yield
     except CorruptPayload as e:
         if "digest" in e.details:
             raise
-        raise CorruptPayload(f"payload {digest} matches its digest, but: {e.message}", digest=digest) from e
+        raise CorruptPayload(f"payload {digest[:80]} matches its digest, but: {e.message}", digest=digest) from e
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -133,12 +141,17 @@ def write_delivered(
 ) -> list[PayloadRef]:
     """Write experiences that were made from those in the `raw` payloads; return references to them.
 
-    The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long. If `raw` is {}, the
-    new payloads are complete.
+    The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long; a small one is in its
+    reference itself. If `raw` is {}, the new payloads are complete and in the store.
     """
     originals = _Originals(raw, experiences)
-    chunks = (experiences[first : first + PER_PAYLOAD] for first in range(0, len(experiences), PER_PAYLOAD))
-    return [PayloadRef(digest=payloads.put(originals.encode(c)), first=0, count=len(c)) for c in chunks]
+    refs = []
+    for first in range(0, len(experiences), PER_PAYLOAD):
+        chunk = experiences[first : first + PER_PAYLOAD]
+        data = originals.encode(chunk)
+        name = inline(data) if raw and len(data) <= INLINE_BYTES else payloads.put(data)
+        refs.append(PayloadRef(digest=name, first=0, count=len(chunk)))
+    return refs
 
 
 class _Originals:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import mmap
 import re
@@ -10,12 +12,13 @@ from typing import Protocol, TypeVar
 
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 
-__all__ = ["DIGEST", "Buffer", "PayloadStore", "digest_of", "not_found", "require_digest"]
+__all__ = ["DIGEST", "Buffer", "PayloadStore", "digest_of", "inline", "inlined", "not_found", "require_digest"]
 
 Bytes = TypeVar("Bytes", bytes, mmap.mmap)
 Buffer = bytes | mmap.mmap
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
+_INLINE = "data:"
 
 
 class PayloadStore(Protocol):
@@ -76,6 +79,21 @@ class PayloadStore(Protocol):
 def digest_of(data: Buffer) -> str:
     """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def inline(data: bytes) -> str:
+    """Return a name that holds these few bytes itself, in place of a digest, so that no store has to keep them."""
+    return _INLINE + base64.b64encode(data).decode()
+
+
+def inlined(name: str) -> bytes | None:
+    """Return the bytes that a name of `inline` holds; None for a digest. Raises CorruptPayload."""
+    if not name.startswith(_INLINE):
+        return None
+    try:
+        return base64.b64decode(name[len(_INLINE) :], validate=True)
+    except binascii.Error as e:
+        raise CorruptPayload(f"payload {name[:80]} in an event is no base64: {e}", digest=name) from e
 
 
 def not_found(digest: str, place: object) -> PayloadNotFound:

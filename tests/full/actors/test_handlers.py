@@ -20,7 +20,7 @@ from trinity_es.actors.commands import (
     SubmitBatch,
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineThread
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers import command_router
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
@@ -155,7 +155,40 @@ def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_grou
     place.turn()
     place.live.load()  # as the next coordinator reads it, whose clients have not asked yet
     batch = place.live.batches[1]
-    place.handlers.batches._on_pipeline_done(1, batch.submission, PipelineDone({}, [], 1, 0, usable=1))
+    place.handlers.batches._on_pipeline_done(batch, PipelineDone({}, [], 1, 0, usable=1))
     place.turn()
     assert place.live.batches[1].missing == ev.GroupsMissing(usable=1, missing=1, lost={})
 
+
+
+def test_a_pipeline_that_ran_for_a_turn_that_was_not_written_counts_for_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins while the last outcome is written; the coordinator reads the log again if that fails."""
+    jobs: list[PipelineJob] = []
+    monkeypatch.setattr(place.pipeline, "run", jobs.append)
+    place.submit(1)
+    place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))
+    unit = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
+    runner: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
+    last = [
+        ev.TasksDispatched(**runner, units=[unit], model_version=0, timeout=0.0),
+        ev.AttemptFailed(**runner, task=0, run_id_base=0, failed_runs=[0], attempt=1, kind="workflow", message="no",
+                         retry=False, blamed=True),
+    ]
+    place.live.record_batch(1, last)
+    place.handlers.check()
+    assert len(jobs) == 1
+    assert place.live.turn.follow_up_seconds > 0
+    place.live.load()
+    place.live.record_batch(1, last)
+    place.turn()
+    assert len(jobs) == 2
+    jobs[0].done(PipelineDone({}, [], 7, 0, usable=0))
+    place.turn()
+    assert place.live.batches[1].state == "finalizing"
+    jobs[1].done(PipelineDone({}, [], 0, 0, usable=0))
+    place.turn()
+    [finalized] = [r.event for r in place.log.read(stream="batch/1", types=["BatchFinalized"])]
+    assert isinstance(finalized, ev.BatchFinalized)
+    assert finalized.selected == 0

@@ -112,6 +112,23 @@ def test_turns_are_written_in_order_and_acted_on_afterwards(bench: Bench) -> Non
     assert writer.written == len(bench.flaky.commits) <= 20
 
 
+def test_a_turn_waits_for_the_one_that_follows_from_it_so_both_are_one_append(bench: Bench) -> None:
+    writer = bench.start()
+    first = bench.turn()
+    first.follow_up_seconds = 20.0
+    writer.submit(first)
+    time.sleep(0.1)
+    assert writer.written == 0
+    writer.submit(bench.turn())
+    bench.loop(lambda: len(bench.done) == 2)
+    assert writer.written == 1
+    late = bench.turn()
+    late.follow_up_seconds = 0.05
+    writer.submit(late)
+    bench.loop(lambda: len(bench.done) == 3)  # nothing follows
+    assert bench.done == bench.steps() == [0, 1, 2]
+
+
 def test_trouble_that_passes_is_waited_out_under_the_same_commit_id(bench: Bench) -> None:
     writer = bench.start(*[("before", AWAY)] * 4)
     for _ in range(5):

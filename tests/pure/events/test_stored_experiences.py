@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ class Memory(PayloadStore):
         if digest not in self.held:
             raise PayloadNotFound(f"no payload {digest} in memory", digest=digest)
         return self.held[digest]
+
+
+@pytest.fixture(autouse=True)
+def _all_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "INLINE_BYTES", 0)
 
 
 def made(n: int, task: int = 0) -> list[Experience]:
@@ -205,6 +211,25 @@ def test_a_raw_payload_that_is_lost_or_wrong_is_named_with_the_one_that_needs_it
     del store.held[raw.digest]
     with pytest.raises(PayloadNotFound, match=rf"{raw.digest}.*to which payload {ref.digest} refers"):
         read_experiences(store, [ref])
+
+
+def test_a_few_differences_are_in_the_reference_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    store, [raw], found, data = raw_in(made(2))
+    expected = copies(advance(found))
+    [ref] = write_delivered(store, found, data)
+    assert [*store.held] == [raw.digest]
+    assert read_experiences(store, [ref]) == expected
+    assert ExperienceReader(store).read(ref.digest, 1, 1).experiences() == expected[1:]
+    with pytest.raises(CorruptPayload, match="no base64"):
+        read_experiences(store, [replace(ref, digest=ref.digest[:-1])])
+    for cut in (8, 200):
+        with pytest.raises(CorruptPayload):
+            read_experiences(store, [replace(ref, digest=ref.digest[: 5 + cut])])
+    for e in found:
+        e.info["note"] = "x" * stored.INLINE_BYTES
+    [ref] = write_delivered(store, found, data)
+    assert ref.digest in store.held
 
 
 @pytest.mark.parametrize("data", [b"[]", b"x" * 100, small().serialize()[:-1]])
