@@ -30,6 +30,7 @@ import trinity_es.actors.coordinator.sender_mark_checks
 import trinity_es.actors.guardian.actor
 import trinity_es.actors.runner.actor
 import trinity_es.actors.runner.engine_thread
+import trinity_es.actors.runner.journal_writer
 import trinity_es.actors.runner.unit_reports
 from tests.simulation import store as stores
 from tests.simulation.engine import SimEngine, SimExperience, SimPool, SimWorkflows
@@ -358,6 +359,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     }),
     (trinity_es.actors.runner.unit_reports, {"Experience": SimExperience}),
     (trinity_es.actors.runner.actor, {"os": SimOs, "EngineThread": SimEngineSide}),
+    (trinity_es.actors.runner.journal_writer, {"time": SimpleNamespace(monotonic=lambda: world().now)}),
     (trinity_es.actors.runner.engine_thread, {
         "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),
         "Reporter": SimReporter, "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
