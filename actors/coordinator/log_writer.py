@@ -118,9 +118,8 @@ class LogWriter:
         while True:
             with self._wake:
                 is_idle = not self._wake.wait_for(lambda: self._queue or self._stopped, LOOK_SECONDS)
-                if self._queue and (seconds := self._queue[-1].follow_up_seconds):
-                    count = len(self._queue)
-                    self._wake.wait_for(lambda: len(self._queue) > count or self._stopped, seconds)
+                if self._queue and self._queue[-1].follow_up_seconds:
+                    self._wait_for_follow_up(len(self._queue), self._queue[-1].follow_up_seconds)
                 group, self._queue = self._queue, []
             if is_idle:
                 self._check_place()
@@ -140,6 +139,10 @@ class LogWriter:
                     self._post_failure(group, e)
                 continue
             self._post(partial(self._call_durable, group))
+
+    def _wait_for_follow_up(self, turn_count: int, seconds: float) -> None:
+        """Wait until there are more turns than `turn_count`, at most for so long."""
+        self._wake.wait_for(lambda: len(self._queue) > turn_count or self._stopped, seconds)
 
     def _check_place(self) -> None:
         """Report a log file that was deleted or renamed, before a request has to fail because of it."""

@@ -23,7 +23,7 @@ def test_a_program_without_logging_is_told_on_stderr_and_another_by_its_logging(
 
 @pytest.mark.parametrize(("missing", "dropped", "line"), [
     (0, 0, "0.500"), (2, 0, "0.500 (2 runs missing)"), (0, 3, "0.500 (3 filtered out)"),
-    (2, 3, "0.500 (2 runs missing, 3 filtered out)"),
+    (1, 3, "0.500 (1 run missing, 3 filtered out)"),
 ])
 def test_a_step_s_mean_reward_says_what_it_is_not_over_and_what_is_not_trained_on(
     missing: int, dropped: int, line: str

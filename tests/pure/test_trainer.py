@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from trinity_es.cli import _one_line as one_line
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
@@ -56,6 +58,21 @@ def test_a_trainer_that_returns_no_metrics_has_none(caplog: pytest.LogCaptureFix
     assert caplog.text == ""
     assert learn(Trainer([0.1]), 3, ONE) == {}
     assert "step 3: the trainer's step() returned [0.1] and not a dict of metrics" in caplog.text
+
+
+def test_an_error_of_a_trainer_names_it_and_the_step() -> None:
+    class Fails(Trainer):
+        def step(self, experiences: ExperienceColumns) -> Any:
+            raise self.said
+
+    with pytest.raises(TypeError) as other:
+        learn(Fails(TypeError("no number")), 3, ONE)
+    assert [note.endswith("Fails.step raised it in step 3") for note in other.value.__notes__] == [True]
+    error = ConfigError("no such layer")
+    with pytest.raises(ConfigError):
+        learn(Fails(error), 3, ONE)
+    said = str(one_line(error))
+    assert re.fullmatch(r"no such layer - tests\.pure\.test_trainer:\S+Fails\.step raised it in step 3", said)
 
 
 def test_more_metrics_than_a_step_may_have_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -132,7 +132,7 @@ class _Group(TyperGroup):
 def _one_line(error: Exception) -> str | None:
     """Return the line for an error that users can cause; None for a bug."""
     if isinstance(error, TrinityError):
-        return error.message
+        return " - ".join([error.message, *getattr(error, "__notes__", ())])
     if isinstance(error, FileNotFoundError) and not error.filename and _folder_is_gone():
         return (f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one")
     if isinstance(error, OSError):  # TimeoutError is one

@@ -44,9 +44,13 @@ def learn(trainer: Trainer, step: int, experiences: ExperienceColumns) -> dict[s
     """Have the trainer learn from a batch, and return its metrics that can be recorded.
 
     Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. A
-    batch that filters have emptied is skipped.
+    batch that filters have emptied is skipped. An error of the trainer gets a note with its class and the step.
     """
-    step_result: Any = trainer.step(experiences) if experiences else {}
+    try:
+        step_result: Any = trainer.step(experiences) if experiences else {}
+    except Exception as e:
+        e.add_note(f"{type(trainer).__module__}:{type(trainer).__qualname__}.step raised it in step {step}")
+        raise
     if not isinstance(step_result, Mapping):
         if step_result is not None:
             _log.warning("step %d: the trainer's step() returned %.80r and not a dict of metrics: none is recorded",

@@ -88,9 +88,9 @@ class _Opened:
         """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
         new_digests = list[str]()
         for digest in dict.fromkeys(digests):
-            if (data := inlined(digest)) is not None:
+            if (held_bytes := inlined(digest)) is not None:
                 with decoding():
-                    self.payloads[digest] = Payload(data)
+                    self.payloads[digest] = Payload(held_bytes)
             elif digest not in self.payloads:
                 new_digests.append(digest)
         for digest, data in zip(new_digests, self._store.get_all(new_digests, mapped=self._mapped), strict=True):
@@ -102,8 +102,8 @@ class _Opened:
     def add(self, decoder: Decoder, digest: str, payload: Payload, first: int, count: int) -> None:
         """Add experiences of an open payload, completed from its sources."""
         if first + count > len(payload.items):
-            raise CorruptPayload(f"payload {digest[:80]} holds {len(payload.items)} experiences, fewer than the log says",
-                                 digest=digest)
+            message = f"payload {digest[:80]} holds {len(payload.items)} experiences, fewer than the log says"
+            raise CorruptPayload(message, digest=digest)
         numbers = range(first, first + count)
         with _name_payload(digest):
             names = {source: payload.sources[source] for source in sorted(source_numbers(payload, numbers))}

@@ -16,6 +16,7 @@ from trinity_es.cli.render.watch import PAUSE_FACTOR, look, picture_view
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
+from trinity_es.projections.event_texts import counted
 from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import Log, read_repeatedly
 from trinity_es.projections.reading.short_steps import short_text
@@ -177,8 +178,9 @@ class RunView:
 
 def step_reward(mean: float, missing: int, dropped: int) -> str:
     """Return the mean reward of a batch, with the runs missing in it and the experiences that were filtered out."""
-    counts = {"runs missing": missing, "filtered out": dropped}
-    remark = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    parts = [f"{counted(missing, 'run')} missing"] if missing else []
+    parts += [f"{dropped} filtered out"] if dropped else []
+    remark = ", ".join(parts)
     return f"{mean:z.3f}" + (f" ({remark})" if remark else "")
 
 

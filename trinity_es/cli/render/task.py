@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trinity_es.cli.render.batch_tables import columns, state_text
 from trinity_es.events.experience import Experience
-from trinity_es.projections.event_texts import kept_text
+from trinity_es.projections.event_texts import counted, kept_text
 from trinity_es.projections.history.attempts import Attempt, RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
 from trinity_es.projections.reading.journal_parts import JournalPart
@@ -145,7 +145,7 @@ def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | Non
     prompt = prompt_of(sample)
     if prompt is not None:
         _line(out, f"prompt      {plain(prompt, _SHORT)}")
-    _line(out, f"submitted   {clock(history.submitted_at, date=True)}, {history.runs} runs wanted")
+    _line(out, f"submitted   {clock(history.submitted_at, date=True)}, {counted(history.runs, 'run')} wanted")
 
 
 def _print_experience(
