@@ -217,14 +217,22 @@ class SimWriter(LogWriter):
             try:
                 self._log.append(writes, commit_id=commit_id, lease=self._lease, metadata=self._metadata)
             except Exception as e:
+                broken = e
+
+                def give_up() -> None:
+                    self.commit, self._fatal_error = None, broken
+                    self._end(lambda: self._report_failure(broken, group))
+
+                def retry() -> None:
+                    if self.commit is give_up:
+                        self._try(group, writes, commit_id, pauses, until)
+
                 until = world().now + self._retry_for if until is None else until
                 if is_transient(e) and world().now < until and not self._stopped:
-                    pause = pauses.next(self._chance())
-                    retry = lambda: self._try(group, writes, commit_id, pauses, until)  # noqa: E731
-                    world().later(pause, self.process, "tries to write again", retry)
-                    return
-                self._fatal_error = broken = e
-                self._end(lambda: self._report_failure(broken, group))
+                    self.commit = give_up  # for `stop`, which ends the pause
+                    world().later(pauses.next(self._chance()), self.process, "tries to write again", retry)
+                else:
+                    give_up()
                 return
             self.written += 1
             self._end(lambda: self._call_durable(group))
