@@ -181,7 +181,7 @@ class EventLog:
         recorded = [item for commit in drafts for item in commit.recorded]
         last = recorded[-1]
         try:
-            statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
+            statements.EVENTS.insert(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "

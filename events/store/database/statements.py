@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, cast, false, func, insert, or_, select, text, update
+from sqlalchemy import Connection, bindparam, cast, false, func, or_, select, text, update
 from sqlalchemy import Double as SqlDouble
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
-from trinity_es.events.store.database.prepared import Prepared
+from trinity_es.events.store.database.prepared import Insertion, Prepared
 
 __all__ = [
-    "COMMIT_AND_EPOCH", "INSERT", "LAST", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "UPSERT", "LockedHead",
+    "COMMIT_AND_EPOCH", "EVENTS", "LAST", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "UPSERT", "LockedHead",
     "lock_head", "page_of", "versions",
 ]
 
@@ -25,7 +25,7 @@ PAGE = 1000
 
 _E = schema.events.c
 
-INSERT = Prepared(insert(schema.events))
+EVENTS = Insertion(schema.events)
 # As text for both dialects: their own `insert` would import all of PostgreSQL's dialect for a SQLite file.
 UPSERT = Prepared(text(
     "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
