@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
@@ -29,6 +29,7 @@ from trinity_es.events.private_files import create_private, holder, open_private
 from trinity_es.events.store.database.error_messages import ErrorMessages
 from trinity_es.events.store.database.file_identity import OpenedFiles, SidecarGone
 from trinity_es.events.store.database.postgres import postgres_engine
+from trinity_es.events.store.database.prepared import Prepared
 from trinity_es.events.store.database.retry import classify
 from trinity_es.events.store.database.urls import masked, parse_url, place_of, secrets_in
 
@@ -47,6 +48,7 @@ MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
 TRUNCATION_SECONDS = 1.0
 """Interval between two attempts to truncate a write-ahead log, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
+_BEGIN, _BEGIN_WRITING = Prepared(text("BEGIN")), Prepared(text("BEGIN IMMEDIATE"))
 
 
 class Database:
@@ -97,9 +99,9 @@ class Database:
         @event.listens_for(engine, "begin")
         def _begin(connection: Connection) -> None:
             # A transaction that reads first and writes later would fail with "locked" instead of waiting.
-            begin = connection.get_execution_options().get("es_begin", "BEGIN")
-            if begin:
-                connection.exec_driver_sql(begin)
+            begin = connection.get_execution_options().get("es_begin", _BEGIN)
+            if begin is not None:
+                begin.change(connection, {})
 
         return engine
 
@@ -163,7 +165,7 @@ class Database:
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         """Try `work` once, in one transaction, during and after which the SQLite file still had its name."""
-        connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
+        connection = self.engine.connect().execution_options(es_begin=_BEGIN_WRITING)
         files = self._files
         with connection:
             with connection.begin():
@@ -207,7 +209,7 @@ class Database:
         assert files is not None
         if not files.new_wal_is_empty():
             raise files.gone_error(cause)
-        with self.engine.connect().execution_options(es_begin="") as connection:
+        with self.engine.connect().execution_options(es_begin=None) as connection:
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
             raise files.gone_error(cause)
@@ -254,7 +256,7 @@ class Database:
 
         def attempt() -> None:
             with self._thread_lock, self._file_lock():
-                with self.engine.connect().execution_options(es_begin="") as connection:
+                with self.engine.connect().execution_options(es_begin=None) as connection:
                     mode = connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar()
                 if mode != "wal":
                     raise LogUnavailable(
@@ -278,7 +280,7 @@ class Database:
         # The append before it is committed, so an error here is no failure of it. The next append reports a full disk.
         with (
             contextlib.suppress(DBAPIError),
-            self.engine.connect().execution_options(es_begin="") as connection,
+            self.engine.connect().execution_options(es_begin=None) as connection,
         ):
             if truncate:
                 connection.exec_driver_sql("PRAGMA busy_timeout=0")
