@@ -75,6 +75,7 @@ class Database:
         self._unflushed = 0  # bytes written since the last checkpoint, roughly
         self._next_truncation = 0.0  # of the write-ahead log, in monotonic seconds
         self.engine = self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only)
+        self._writing_engine = self.engine.execution_options(es_begin=_BEGIN_WRITING)  # an option of each connection
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
@@ -165,9 +166,8 @@ class Database:
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         """Try `work` once, in one transaction, during and after which the SQLite file still had its name."""
-        connection = self.engine.connect().execution_options(es_begin=_BEGIN_WRITING)
         files = self._files
-        with connection:
+        with self._writing_engine.connect() as connection:
             with connection.begin():
                 if files is not None:
                     files.require_names()
