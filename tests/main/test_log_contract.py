@@ -106,11 +106,12 @@ class TestAppend:
         self, log: EventLog, open_log: Open, count: int
     ) -> None:
         write(log, "a", 0, *range(5))
-        head = "UPDATE es_log_head SET last_position = {0}, last_hash = (SELECT hash FROM es_event WHERE position = {0})"
+        hash_there = "(SELECT hash FROM es_event WHERE position = {0})"
+        head = f"UPDATE es_log_head SET last_position = {{0}}, last_hash = {hash_there}"
         with log.engine.begin() as connection:
             connection.execute(text(head.format(4)))
         with open_log() as other:  # it has seen nothing, so only the place in the table tells
-            with pytest.raises(LogCorrupt, match="near position .*es_event"):
+            with pytest.raises(LogCorrupt, match=r"near position .*es_event"):
                 write(other, "b", 0, *range(count))
             with log.engine.begin() as connection:
                 connection.execute(text(head.format(5)))
