@@ -48,7 +48,7 @@ MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
 TRUNCATION_SECONDS = 1.0
 """Interval between two attempts to truncate a write-ahead log, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
-_BEGIN, _BEGIN_WRITING = Prepared(text("BEGIN")), Prepared(text("BEGIN IMMEDIATE"))
+_BEGIN = {sql: Prepared(text(sql)) for sql in ("BEGIN", "BEGIN IMMEDIATE")}
 
 
 class Database:
@@ -75,7 +75,7 @@ class Database:
         self._unflushed = 0  # bytes written since the last checkpoint, roughly
         self._next_truncation = 0.0  # of the write-ahead log, in monotonic seconds
         self.engine = self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only)
-        self._writing_engine = self.engine.execution_options(es_begin=_BEGIN_WRITING)  # an option of each connection
+        self._writing_engine = self.engine.execution_options(es_begin="BEGIN IMMEDIATE")  # an option of each connection
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
@@ -100,9 +100,9 @@ class Database:
         @event.listens_for(engine, "begin")
         def _begin(connection: Connection) -> None:
             # A transaction that reads first and writes later would fail with "locked" instead of waiting.
-            begin = connection.get_execution_options().get("es_begin", _BEGIN)
-            if begin is not None:
-                begin.change(connection, {})
+            begin = connection.get_execution_options().get("es_begin", "BEGIN")
+            if begin:
+                _BEGIN[begin].change(connection, {})
 
         return engine
 
@@ -209,7 +209,7 @@ class Database:
         assert files is not None
         if not files.new_wal_is_empty():
             raise files.gone_error(cause)
-        with self.engine.connect().execution_options(es_begin=None) as connection:
+        with self.engine.connect().execution_options(es_begin="") as connection:
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
             raise files.gone_error(cause)
@@ -256,7 +256,7 @@ class Database:
 
         def attempt() -> None:
             with self._thread_lock, self._file_lock():
-                with self.engine.connect().execution_options(es_begin=None) as connection:
+                with self.engine.connect().execution_options(es_begin="") as connection:
                     mode = connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar()
                 if mode != "wal":
                     raise LogUnavailable(
@@ -280,7 +280,7 @@ class Database:
         # The append before it is committed, so an error here is no failure of it. The next append reports a full disk.
         with (
             contextlib.suppress(DBAPIError),
-            self.engine.connect().execution_options(es_begin=None) as connection,
+            self.engine.connect().execution_options(es_begin="") as connection,
         ):
             if truncate:
                 connection.exec_driver_sql("PRAGMA busy_timeout=0")

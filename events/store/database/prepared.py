@@ -7,6 +7,7 @@ An append runs ten. Errors are those of SQLAlchemy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 from sqlalchemy import Connection, Table
@@ -65,6 +66,10 @@ class Prepared:
         return sql_and_values
 
 
+_SEVERAL = 16
+"""Rows of one INSERT of SQLite, which takes three quarters of the time of as many INSERTs."""
+
+
 class Insertion:
     """Insertion of whole rows into a table, on PostgreSQL by COPY.
 
@@ -74,7 +79,9 @@ class Insertion:
     def __init__(self, table: Table) -> None:
         self._table = table
         names = ", ".join(table.columns.keys())
-        self._insert = f"INSERT INTO {table.name} ({names}) VALUES ({', '.join('?' for _ in table.columns)})"
+        row = f"({', '.join('?' for _ in table.columns)})"
+        self._insert = f"INSERT INTO {table.name} ({names}) VALUES {row}"
+        self._insert_several = f"{self._insert}{f', {row}' * (_SEVERAL - 1)}"
         self._copy = f"COPY {table.name} ({names}) FROM STDIN (FORMAT BINARY)"
 
     def insert(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -83,7 +90,10 @@ class Insertion:
         is_sqlite = connection.dialect.name == "sqlite"
         try:
             if is_sqlite:
-                driver.executemany(self._insert, rows)
+                last = len(rows) - len(rows) % _SEVERAL
+                groups = (rows[first : first + _SEVERAL] for first in range(0, last, _SEVERAL))
+                driver.executemany(self._insert_several, map(list, map(chain.from_iterable, groups)))
+                driver.executemany(self._insert, rows[last:])
                 return
             with driver.cursor() as cursor, cursor.copy(self._copy) as copy:
                 copy.set_types([c.type.compile(connection.dialect).lower() for c in self._table.columns])
