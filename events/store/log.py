@@ -187,8 +187,7 @@ class EventLog:
                 f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
                 f"({e.orig}); run `trinity-es verify`"
             ) from e
-        versions = {item.stream: item.version for item in recorded}
-        statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
+        statements.set_versions(connection, {item.stream: item.version for item in recorded})
         statements.MOVE_HEAD.change(connection, {"p": last.position, "h": last.hash, "t": last.recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:
