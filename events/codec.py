@@ -40,7 +40,7 @@ def check(event: Event) -> tuple[bytes, Event]:
     except TypeError as e:  # orjson.JSONEncodeError is a TypeError
         raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
     try:
-        read_back = decode(cls.__name__, event.schema_version, data)
+        read_back = _build(cls, orjson.loads(data))
     except InvalidEvent:
         _require_finite(event, data)  # if this is the reason, its message says more
         raise
@@ -92,12 +92,17 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     names = _fields(cls)[0].keys()  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     if not raw.keys() <= names:
         raise InvalidEvent(f"{type_name} has no field {', '.join(sorted(raw.keys() - names))}", type=type_name)
+    return _build(cls, raw)
+
+
+def _build(cls: type[Event], raw: dict[str, Any]) -> Event:
+    """Make an event of this class from its fields. Raises InvalidEvent, naming the field."""
     try:
         return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
         problem = e.errors(include_url=False)[0]  # type: ignore[attr-defined]  # of a ValidationError
         path = ".".join(map(str, problem["loc"]))
-        raise InvalidEvent(f"{type_name}.{path}: {problem['msg']}", type=type_name, field=path) from e
+        raise InvalidEvent(f"{cls.__name__}.{path}: {problem['msg']}", type=cls.__name__, field=path) from e
 
 
 @cache

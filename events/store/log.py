@@ -181,14 +181,13 @@ class EventLog:
         recorded = [item for commit in drafts for item in commit.recorded]
         last = recorded[-1]
         try:
-            statements.INSERT.change_all(connection, [row for commit in drafts for row in commit.rows()])
+            statements.EVENTS.insert(connection, [row for commit in drafts for row in commit.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
                 f"({e.orig}); run `trinity-es verify`"
             ) from e
-        versions = {item.stream: item.version for item in recorded}
-        statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
+        statements.set_versions(connection, {item.stream: item.version for item in recorded})
         statements.MOVE_HEAD.change(connection, {"p": last.position, "h": last.hash, "t": last.recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:

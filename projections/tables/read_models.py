@@ -164,7 +164,8 @@ class _Group:
         elif isinstance(event, ev.TaskReopened) and event.finished:
             host_work.flush(connection, self._finished_elsewhere)
             host_work.forget(connection, item, event.task)
-        change = self._changes.setdefault(item.stream, dict(_UNCHANGED))
+        if (change := self._changes.get(item.stream)) is None:
+            change = self._changes[item.stream] = dict(_UNCHANGED)
         _gather(change, item, event)
         if isinstance(event, ev.FinalizeFailed):  # pending if it is without tasks, as in `projections.batch`
             self.flush()

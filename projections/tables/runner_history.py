@@ -189,7 +189,14 @@ _made = sa.Table(
 )
 
 
+_OF_LIFE = _lives.c.runner == sa.bindparam("of_runner"), _lives.c.incarnation == sa.bindparam("of_incarnation")
 _NEW_LIFE = Prepared(sa.insert(_lives))
+_BEGIN_AND_END = Prepared(sa.select(_lives.c.first_position, _lives.c.ended_at).where(*_OF_LIFE))
+_END_OF_LIFE = Prepared(sa.select(_lives.c.ended_at, _lives.c.reason).where(*_OF_LIFE))
+_ADD_LOST_ATTEMPT = Prepared(sa.update(_lives).where(*_OF_LIFE).values(
+    attempts_lost=_lives.c.attempts_lost + 1,
+    seconds_lost=_lives.c.seconds_lost + sa.bindparam("seconds", type_=sa.Float),
+))
 _UNKNOWN_LIFE: dict[str, Any] = {
     "model": "rollout", "pid": 0, "host": "", "engine": "", "places": 0, "started_at": None, "ready_at": None,
     "load_seconds": None, "ended_at": None, "how": "running", "reason": "", "model_version": 0, "attempts_lost": 0,
@@ -234,30 +241,32 @@ def apply(group: Gathered, item: Recorded) -> None:
 
 def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
     """Set these columns in the row of the event's life, which is added if it is missing."""
-    key = {"runner": storable(event.runner, 255), "incarnation": event.incarnation}
-    parameters = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
+    parameters = _life_key(event) | {f"new_{name}": value for name, value in values.items()}
     if not _change_life(tuple(values)).change(connection, parameters):
+        key = {"runner": storable(event.runner, 255), "incarnation": event.incarnation}
         _NEW_LIFE.change(connection, _UNKNOWN_LIFE | {"first_position": item.position} | key | values)
+
+
+def _life_key(event: Any) -> dict[str, Any]:
+    """Return the parameters of `_OF_LIFE` for the life that an event names."""
+    return {"of_runner": storable(event.runner, 255), "of_incarnation": event.incarnation}
 
 
 @cache
 def _change_life(names: tuple[str, ...]) -> Prepared:
-    of_life = [_lives.c[name] == sa.bindparam(f"of_{name}") for name in ("runner", "incarnation")]
     new = {name: sa.bindparam(f"new_{name}", type_=_lives.c[name].type) for name in names}
-    return Prepared(sa.update(_lives).where(*of_life).values(new))
+    return Prepared(sa.update(_lives).where(*_OF_LIFE).values(new))
 
 
 def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
     """End a life. The first end sets the time; a later one (lost, then quarantined) may set state and reason."""
-    columns, how, reason = _lives.c, item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
-    query = sa.select(columns.how, columns.ended_at, columns.reason).where(
-        columns.runner == storable(event.runner, 255), columns.incarnation == event.incarnation
-    )
-    life = connection.execute(query).one_or_none()
-    if life is None or life.ended_at is None:
+    how, reason = item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
+    life = _END_OF_LIFE.first(connection, _life_key(event))
+    ended_at, earlier_reason = (None, "") if life is None else life
+    if ended_at is None:
         _write_life(connection, item, event, how=how, reason=storable(reason), ended_at=item.recorded_at)
     elif how != "retired":
-        _write_life(connection, item, event, how=how, reason=storable(reason) or life.reason)
+        _write_life(connection, item, event, how=how, reason=storable(reason) or earlier_reason)
 
 
 def add_deliveries(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
@@ -283,28 +292,25 @@ def add_lost_attempt(
     Reads the dispatch time from the log, in the same transaction. `dispatches` caches these times by stream and life,
     `system_ends` caches the ends of the whole system by append.
     """
-    c = _lives.c
-    life = sa.and_(c.runner == storable(event.runner, 255), c.incarnation == event.incarnation)
-    row = connection.execute(sa.select(c.first_position, c.ended_at).where(life)).one_or_none()
-    if row is None:
+    life_key = _life_key(event)
+    life = _BEGIN_AND_END.first(connection, life_key)
+    if life is None:
         return
+    first_position, ended_at = life
     batch_life = item.stream, event.runner, event.incarnation
     if batch_life not in dispatches:  # read only since the life began, because the stream may be long
-        dispatches[batch_life] = _dispatch_times(connection, item.stream, row.first_position)
+        dispatches[batch_life] = _dispatch_times(connection, item.stream, first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     dispatch_times = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
         system_ends[item.commit_id] = _system_end(connection, item)
     lost_at = item.recorded_at  # the loss may be recorded long after the end of the life, or of the whole system
-    if row.ended_at is not None:
-        lost_at = min(row.ended_at, lost_at)
+    if ended_at is not None:
+        lost_at = min(ended_at, lost_at)
     elif (system_end := system_ends[item.commit_id]) is not None:
         lost_at = system_end
     seconds = max(0.0, lost_at - dispatch_times[-1]) if dispatch_times else 0.0
-    connection.execute(
-        sa.update(_lives).where(life)
-        .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
-    )
+    _ADD_LOST_ATTEMPT.change(connection, life_key | {"seconds": seconds})
 
 
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:

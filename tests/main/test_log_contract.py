@@ -101,6 +101,25 @@ class TestAppend:
         with pytest.raises(InvalidEvent, match="printable"):
             write(log, "a", 0, 1, commit=name or "\0")
 
+    @pytest.mark.parametrize("count", [1, 100])
+    def test_a_group_beside_whose_place_another_event_stands_is_a_corrupt_log_and_nothing_is_written(
+        self, log: EventLog, open_log: Open, count: int
+    ) -> None:
+        write(log, "a", 0, *range(5))
+        hash_there = "(SELECT hash FROM es_event WHERE position = {0})"
+        head = f"UPDATE es_log_head SET last_position = {{0}}, last_hash = {hash_there}"
+        with log.engine.begin() as connection:
+            connection.execute(text(head.format(4)))
+        with open_log() as other:  # it has seen nothing, so only the place in the table tells
+            with pytest.raises(LogCorrupt, match=r"near position .*es_event"):
+                write(other, "b", 0, *range(count))
+            with log.engine.begin() as connection:
+                connection.execute(text(head.format(5)))
+            assert other.streams() == [("a", 5)]
+            write(other, "b", 0, *range(count))  # its connection is as good as before
+            assert [r.event for r in other.read(stream="b")] == trained(*range(count))
+            assert other.verify() == []
+
     def test_an_event_that_can_not_be_read_back_is_not_written(self, log: EventLog) -> None:
         with pytest.raises(InvalidEvent, match=r"BatchTrained.step"):
             log.append([Write(stream="a", expected_version=0, events=[BatchTrained(step="one")])], commit_id="c")  # type: ignore[arg-type]  # the point of the test

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
@@ -29,6 +29,7 @@ from trinity_es.events.private_files import create_private, holder, open_private
 from trinity_es.events.store.database.error_messages import ErrorMessages
 from trinity_es.events.store.database.file_identity import OpenedFiles, SidecarGone
 from trinity_es.events.store.database.postgres import postgres_engine
+from trinity_es.events.store.database.prepared import Prepared
 from trinity_es.events.store.database.retry import classify
 from trinity_es.events.store.database.urls import masked, parse_url, place_of, secrets_in
 
@@ -47,6 +48,7 @@ MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
 TRUNCATION_SECONDS = 1.0
 """Interval between two attempts to truncate a write-ahead log, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
+_BEGIN = {sql: Prepared(text(sql)) for sql in ("BEGIN", "BEGIN IMMEDIATE")}
 
 
 class Database:
@@ -73,6 +75,7 @@ class Database:
         self._unflushed = 0  # bytes written since the last checkpoint, roughly
         self._next_truncation = 0.0  # of the write-ahead log, in monotonic seconds
         self.engine = self._sqlite_engine() if self.path else postgres_engine(parsed, self.shown, read_only=read_only)
+        self._writing_engine = self.engine.execution_options(es_begin="BEGIN IMMEDIATE")  # an option of each connection
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
@@ -99,7 +102,7 @@ class Database:
             # A transaction that reads first and writes later would fail with "locked" instead of waiting.
             begin = connection.get_execution_options().get("es_begin", "BEGIN")
             if begin:
-                connection.exec_driver_sql(begin)
+                _BEGIN[begin].change(connection, {})
 
         return engine
 
@@ -163,9 +166,8 @@ class Database:
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         """Try `work` once, in one transaction, during and after which the SQLite file still had its name."""
-        connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
         files = self._files
-        with connection:
+        with self._writing_engine.connect() as connection:
             with connection.begin():
                 if files is not None:
                     files.require_names()

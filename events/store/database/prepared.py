@@ -7,13 +7,14 @@ An append runs ten. Errors are those of SQLAlchemy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ClauseElement
 
-__all__ = ["Gathered", "Prepared"]
+__all__ = ["Gathered", "Insertion", "Prepared"]
 
 Values = Mapping[str, Any]
 """Parameter -> value: booleans, numbers, text, bytes or None, passed on without conversion."""
@@ -38,7 +39,9 @@ class Prepared:
         return int(self._run(connection, "execute", values).rowcount)
 
     def change_all(self, connection: Connection, rows: Sequence[Values]) -> None:
-        if rows:
+        if len(rows) == 1:  # psycopg's executemany takes half as long again
+            self._run(connection, "execute", rows[0])
+        elif rows:
             self._run(connection, "executemany", rows)
 
     def _run(self, connection: Connection, method: str, values: Any) -> Any:
@@ -63,6 +66,49 @@ class Prepared:
         constants = {name: value for name, value in compiled.params.items() if value is not None}
         self._compiled[dialect.name] = sql_and_values = str(compiled), constants
         return sql_and_values
+
+
+_SEVERAL = 16
+"""Rows of one INSERT of SQLite, which takes three quarters of the time of as many INSERTs."""
+
+
+class Insertion:
+    """Insertion of whole rows into a table, on PostgreSQL by COPY.
+
+    COPY takes a fifth of the time of `executemany` for a row among 1,024, a third among 64, and no more for one alone.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        names = ", ".join(table.columns.keys())
+        row = f"({', '.join('?' for _ in table.columns)})"
+        self._insert = f"INSERT INTO {table.name} ({names}) VALUES {row}"
+        self._insert_several = f"{self._insert}{f', {row}' * (_SEVERAL - 1)}"
+        self._copy = f"COPY {table.name} ({names}) FROM STDIN (FORMAT BINARY)"
+        self._types: list[str] = []
+
+    def insert(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert these rows, each with a value for each column, in order. Raises DBAPIError."""
+        driver: Any = connection.connection.dbapi_connection
+        is_sqlite = connection.dialect.name == "sqlite"
+        try:
+            if is_sqlite:
+                last = len(rows) - len(rows) % _SEVERAL
+                groups = (rows[first : first + _SEVERAL] for first in range(0, last, _SEVERAL))
+                driver.executemany(self._insert_several, map(list, map(chain.from_iterable, groups)))
+                driver.executemany(self._insert, rows[last:])
+                return
+            with driver.cursor() as cursor, cursor.copy(self._copy) as copy:
+                copy.set_types(self._types or self._compile_types(connection))
+                for row in rows:
+                    copy.write_row(row)
+        except connection.dialect.loaded_dbapi.Error as e:
+            _raise(connection, self._insert if is_sqlite else self._copy, e)
+
+    def _compile_types(self, connection: Connection) -> list[str]:
+        """Return the columns' types in PostgreSQL, and remember them."""
+        self._types = [column.type.compile(connection.dialect).lower() for column in self._table.columns]
+        return self._types
 
 
 class Gathered:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -139,10 +140,18 @@ def body_hash(
     commit_index: int,
 ) -> bytes:
     """Compute SHA-256 over the parts of an event that are fixed before its place in the log."""
-    parts = stream.encode(), type.encode(), commit_id.encode(), data, metadata
     # Each part has its length in front, so that no byte can move from one field to the next.
-    joined = b"".join([part for text in parts for part in (_LENGTH.pack(len(text)), text)])
-    return hashlib.sha256(_BODY.pack(version, schema_version, commit_index) + joined).digest()
+    fixed = _BODY.pack(version, schema_version, commit_index)
+    joined = b"".join((fixed, _text(stream), _text(type), _text(commit_id), _LENGTH.pack(len(data)), data,
+                       _LENGTH.pack(len(metadata)), metadata))
+    return hashlib.sha256(joined).digest()
+
+
+@lru_cache(256)  # events of a stream, a type and a commit follow each other
+def _text(text: str) -> bytes:
+    """Return a text as bytes, with their number in front."""
+    encoded = text.encode()
+    return _LENGTH.pack(len(encoded)) + encoded
 
 
 def chain_hash(previous: bytes, position: int, recorded_at: float, body: bytes) -> bytes:

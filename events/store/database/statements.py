@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, cast, false, func, insert, or_, select, text, update
+from sqlalchemy import Connection, bindparam, cast, false, func, or_, select, text, update
 from sqlalchemy import Double as SqlDouble
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
-from trinity_es.events.store.database.prepared import Prepared
+from trinity_es.events.store.database.prepared import Insertion, Prepared
 
 __all__ = [
-    "COMMIT_AND_EPOCH", "INSERT", "LAST", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "UPSERT", "LockedHead",
-    "lock_head", "page_of", "versions",
+    "COMMIT_AND_EPOCH", "EVENTS", "LAST", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "LockedHead", "lock_head",
+    "page_of", "set_versions", "versions",
 ]
 
 PAGE = 1000
@@ -25,12 +25,13 @@ PAGE = 1000
 
 _E = schema.events.c
 
-INSERT = Prepared(insert(schema.events))
+EVENTS = Insertion(schema.events)
 # As text for both dialects: their own `insert` would import all of PostgreSQL's dialect for a SQLite file.
-UPSERT = Prepared(text(
-    "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
-    "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
-))
+_UPSERT = "INSERT INTO es_stream (stream, version) {} ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
+_SET_VERSION = Prepared(text(_UPSERT.format("VALUES (:stream, :version)")))
+_SET_VERSIONS = Prepared(text(_UPSERT.format(
+    "SELECT * FROM unnest(CAST(:streams AS text[]), CAST(:versions AS bigint[]))"
+)))
 MOVE_HEAD = Prepared(update(schema.heads).values(
     last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
 ))
@@ -103,3 +104,11 @@ def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
     if connection.dialect.name == "sqlite":  # without a server, several statements cost less than a list of names
         return dict(row for stream in streams for row in _VERSION.rows(connection, {"stream": stream}))
     return dict(_VERSIONS.rows(connection, {"streams": list(streams)}))
+
+
+def set_versions(connection: Connection, versions: Mapping[str, int]) -> None:
+    """Set the version of each of these streams, whether it exists or not."""
+    if connection.dialect.name == "sqlite":
+        _SET_VERSION.change_all(connection, [{"stream": stream, "version": v} for stream, v in versions.items()])
+    else:
+        _SET_VERSIONS.change(connection, {"streams": [*versions], "versions": [*versions.values()]})

@@ -138,11 +138,11 @@ class Draft:
             item.position, item.recorded_at, item.hash = position, recorded_at, previous
         return position, previous
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Return the events as rows of `schema.events`."""
         return [
-            {"position": r.position, "stream": r.stream, "version": r.version, "type": r.type,
-             "schema_version": r.schema_version, "data": r.data, "metadata": self.metadata,
-             "recorded_at": r.recorded_at, "commit_id": r.commit_id, "commit_index": index, "hash": r.hash}
+            (r.position, r.stream, r.version, r.type, r.schema_version, r.data, self.metadata, r.recorded_at,
+             r.commit_id, index, r.hash)
             for index, r in enumerate(self.recorded)
         ]
 
