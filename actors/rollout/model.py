@@ -393,7 +393,7 @@ class Model(OpenAIAccess):
         self.usage.requests += 1
         recorded = sampling.recorded()
         if text is None and completions:
-            text = self.tokenizer.decode(completions[0].prompt_token_ids)  # once for all of them: it may be long
+            text = self.decode(completions[0].prompt_token_ids)  # once for all of them: it may be long
         answers = []
         for i, completion in enumerate(completions):
             if completion.finish_reason in ("abort", "error"):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversation.answer_comparison import fit
 from trinity_es.actors.rollout.conversation.conversation_tokens import Conversing, Message
@@ -45,7 +47,7 @@ class Remembering(Conversing):
 
     def __init__(self) -> None:
         self.usage = Usage()
-        self.turns = Turns(self.encode, lambda ids: self.tokenizer.decode(ids), self.marks)
+        self.turns = Turns(self.encode, self.decode, self.marks)
         self._request_count = 0
         self._tools: list[Any] = []
         """The values of `tools` of this run's chats, without repetitions, the last used one last."""
@@ -69,18 +71,18 @@ class Remembering(Conversing):
     ) -> list[Experience]:
         """Keep the answers to request `number`; returns their experiences. `rendered`: a chat's prompt as text."""
         previous_turns: dict[int, Turn | None] = {}  # by `id` of the prompt, which answers to one request share
-        for completion, _ in answers:
-            prompt = completion.prompt_token_ids
-            if id(prompt) not in previous_turns:
-                previous_turns[id(prompt)] = self.turns.turn_before(prompt)
-        self._history[number] = [
-            (experience, self.turns.record(
-                rendered, completion.prompt_token_ids, completion.token_ids, experience.logprobs, completion.text,
-                dict(experience.info), previous_turns[id(completion.prompt_token_ids)],
-                is_cut=completion.finish_reason == "length",
-            ))
-            for completion, experience in answers
-        ]
+        turns = []
+        for completion, experience in answers:
+            assert experience.tokens is not None
+            prompt, sampled = np.split(experience.tokens, [experience.prompt_length])
+            key = id(completion.prompt_token_ids)
+            if key not in previous_turns:
+                previous_turns[key] = self.turns.turn_before(prompt)
+            turns.append((experience, self.turns.record(
+                rendered, prompt, sampled, experience.logprobs, completion.text, dict(experience.info),
+                previous_turns[key], is_cut=completion.finish_reason == "length",
+            )))
+        self._history[number] = turns
         if rendered is not None and answers:
             tools = answers[0][1].tools
             self._tools = [*(other for other in self._tools if other != tools), tools]

@@ -129,7 +129,7 @@ class Turns:
         turn, tail = continued
         return [*turn.tokens.tolist(), *self._tail_ids(turn, tail)]
 
-    def turn_before(self, prompt: Sequence[int]) -> Turn | None:
+    def turn_before(self, prompt: Sequence[int] | Ids) -> Turn | None:
         """Return the longest turn whose exact tokens begin a prompt; of equal ones the last that none follows."""
         ids = np.asarray(prompt, dtype=np.int32)
         for length in sorted((n for n in self._by_length if n <= len(ids)), reverse=True):
@@ -146,11 +146,12 @@ class Turns:
         return next((t for t in reversed(turns) if t.begin == begin and np.array_equal(t.tokens, ids)), None)
 
     def record(
-        self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
-        info: Mapping[str, Any] | None = None, previous: Turn | None = None, is_cut: bool = False,
+        self, rendered: str | None, prompt: Sequence[int] | Ids, sampled: Sequence[int] | Ids,
+        logprobs: Numbers | None, text: str, info: Mapping[str, Any] | None = None, previous: Turn | None = None,
+        is_cut: bool = False,
     ) -> Turn:
         """Record an answer and return its turn. `previous` is what `turn_before` returned for `prompt`."""
-        ids = np.array([*prompt, *sampled], dtype=np.int32)
+        ids = np.concatenate((prompt, sampled), dtype=np.int32, casting="unsafe")
         if previous is not None:
             previous.is_followed = True
         turn = Turn(
