@@ -16,7 +16,7 @@ import numpy as np
 from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LARGE", "decode", "encode", "has_byte_decoder", "is_large", "off_the_loop", "prompt_ids", "refuse_too_long"]
+__all__ = ["LARGE", "decode", "decoded_prompt", "encode", "has_byte_decoder", "is_large", "off_the_loop", "prompt_ids", "refuse_too_long"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,16 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray[Any, np.dtype[n
     if _is_hugging_face(tokenizer):  # it checks the items of a list one by one, and takes an array as it is
         return tokenizer.decode(np.asarray(ids, dtype=np.int32))  # type: ignore[arg-type]
     return tokenizer.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
+
+
+def decoded_prompt(tokenizer: Tokenizer, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
+    """Return the text of a prompt's ids, with special tokens."""
+    return (_decoded if len(ids) <= LARGE else _decoded.__wrapped__)(tokenizer, ids.tobytes())
+
+
+@lru_cache(maxsize=64)  # 0.6 MB each at most
+def _decoded(tokenizer: Any, ids: bytes) -> str:
+    return decode(tokenizer, np.frombuffer(ids, dtype=np.int32))
 
 
 @lru_cache(maxsize=16)

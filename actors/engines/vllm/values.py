@@ -119,7 +119,7 @@ def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[s
     ids = [int(t) for t in output.token_ids]
     spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
     return Completion(
-        prompt_token_ids=list(prompt), token_ids=ids, logprobs=_sampled_logprobs(output.logprobs, ids),
+        prompt_token_ids=prompt, token_ids=ids, logprobs=_sampled_logprobs(output.logprobs, ids),
         text=output.text, finish_reason=output.finish_reason or "abort", version_spans=spans,
         top_logprobs=_top_logprobs(output, top), adapter=adapter,
     )

@@ -37,8 +37,8 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     return [dict(m) for m in items]
 
 
-def experience_of(c: Completion, prompt_text: str, spans: list[list[int]]) -> Experience:
-    """Return an answer as an experience; `spans`: which weights made which tokens.
+def experience_of(c: Completion, prompt: Ids, prompt_text: str, spans: list[list[int]]) -> Experience:
+    """Return an answer as an experience. `prompt`: its prompt's ids; `spans`: which weights made which tokens.
 
     Raises WorkflowError for an answer without tokens.
     """
@@ -46,7 +46,7 @@ def experience_of(c: Completion, prompt_text: str, spans: list[list[int]]) -> Ex
         raise WorkflowError("the model's answer has no tokens, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
     return Experience(
-        tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32), prompt_length=len(c.prompt_token_ids),
+        tokens=np.concatenate((prompt, np.asarray(c.token_ids, dtype=np.int32))), prompt_length=len(prompt),
         logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
         truncate_status="response_truncated" if c.finish_reason == "length" else None,
         info={"version_spans": spans} if spans else {}, prompt_text=prompt_text, response_text=c.text,

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion
+from trinity_es.actors.engines.long_text_tokenization import decoded_prompt, has_byte_decoder
 from trinity_es.actors.rollout.conversation.answer_comparison import fit
 from trinity_es.actors.rollout.conversation.conversation_tokens import Conversing, Message
-from trinity_es.actors.rollout.conversation.turns import Turn, Turns
+from trinity_es.actors.rollout.conversation.turns import Ids, Turn, Turns
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -80,7 +81,7 @@ class Remembering(Conversing):
                 previous_turns[key] = self.turns.turn_before(prompt)
             turns.append((experience, self.turns.record(
                 rendered, prompt, sampled, experience.logprobs, completion.text, dict(experience.info),
-                previous_turns[key], is_cut=completion.finish_reason == "length",
+                previous_turns[key], is_cut=completion.finish_reason == "length", prompt_text=experience.prompt_text,
             )))
         self._history[number] = turns
         if rendered is not None and answers:
@@ -88,6 +89,14 @@ class Remembering(Conversing):
             self._tools = [*(other for other in self._tools if other != tools), tools]
         self.usage.continued += any(turn is not None for turn in previous_turns.values())
         return [experience for _, experience in answers]
+
+    def prompt_text(self, prompt: Ids) -> str:
+        """Return the text of a prompt; if each token decodes alone, only what follows this run's last answer in it."""
+        turn = self.turns.turn_before(prompt) if has_byte_decoder(self.tokenizer) else None
+        known = None if turn is None else self.turns.text_through(turn)
+        if turn is None or known is None:
+            return decoded_prompt(self.tokenizer, prompt)
+        return known + self.decode(prompt[len(turn.tokens) :])
 
     def extracted(self, clear: bool, per_request: bool) -> list[Experience]:
         """Return the answers so far as experiences; see `Model.extract_experience_from_history`."""
