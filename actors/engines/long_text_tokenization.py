@@ -1,7 +1,7 @@
 """Tokenization of prompts. Long texts go off the event loop, or are refused without it if they can't fit.
 
-Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung. Short
-texts are kept for a while, since all runs of a task have the same prompt, and turns of a conversation often the same end.
+Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung. The
+last shorter texts are kept with their ids, since all runs of a task have the same prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import numpy as np
 from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LARGE", "decode", "decoded_prompt", "encode", "has_byte_decoder", "is_large", "off_the_loop", "prompt_ids", "refuse_too_long"]
+__all__ = [
+    "LARGE", "decode", "decoded_prompt", "encode", "has_byte_decoder", "is_large", "off_the_loop", "prompt_ids",
+    "refuse_too_long",
+]
 
 T = TypeVar("T")
 
@@ -41,7 +44,7 @@ def _encoded(tokenizer: Any, text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> str:
     """Return the text of token ids, with special tokens."""
-    if _is_hugging_face(tokenizer):  # it checks the items of a list one by one, and takes an array as it is
+    if _backend(tokenizer) is not None:  # transformers checks the items of a list one by one, and not an array's
         return tokenizer.decode(np.asarray(ids, dtype=np.int32))  # type: ignore[arg-type]
     return tokenizer.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
 
@@ -62,9 +65,15 @@ def _is_hugging_face(tokenizer: Any) -> bool:
 
 
 @lru_cache(maxsize=16)
+def _backend(tokenizer: Any) -> Any:
+    """Return the tokenizer in Rust that one of transformers has; None for others."""
+    return getattr(tokenizer, "backend_tokenizer", None)
+
+
+@lru_cache(maxsize=16)
 def has_byte_decoder(tokenizer: Any) -> bool:
     """Return True if each token stands for its own bytes, whatever tokens are beside it."""
-    return type(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)).__name__ == "ByteLevel"
+    return type(getattr(_backend(tokenizer), "decoder", None)).__name__ == "ByteLevel"
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:

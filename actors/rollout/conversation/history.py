@@ -92,10 +92,12 @@ class Remembering(Conversing):
 
     def prompt_text(self, prompt: Ids) -> str:
         """Return the text of a prompt; if each token decodes alone, only what follows this run's last answer in it."""
-        turn = self.turns.turn_before(prompt) if has_byte_decoder(self.tokenizer) else None
+        tokenizer = self.tokenizer
+        is_local = has_byte_decoder(tokenizer) and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        turn = self.turns.turn_before(prompt) if is_local else None
         known = None if turn is None else self.turns.text_through(turn)
         if turn is None or known is None:
-            return decoded_prompt(self.tokenizer, prompt)
+            return decoded_prompt(tokenizer, prompt)
         return known + self.decode(prompt[len(turn.tokens) :])
 
     def extracted(self, clear: bool, per_request: bool) -> list[Experience]:
