@@ -32,7 +32,8 @@ _COMPOSED = 4
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text that contains its special tokens."""
-    return (_encoded if len(text) <= LARGE else _encoded.__wrapped__)(tokenizer, text).tolist()
+    encoded = _encoded if len(text) <= LARGE else _encoded.__wrapped__
+    return cast(list[int], encoded(cast(Any, tokenizer), text).tolist())
 
 
 @lru_cache(maxsize=64)  # 0.4 MB each at most
@@ -44,14 +45,15 @@ def _encoded(tokenizer: Any, text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> str:
     """Return the text of token ids, with special tokens."""
-    if _backend(tokenizer) is not None:  # transformers checks the items of a list one by one, and not an array's
+    if _backend(cast(Any, tokenizer)) is not None:  # transformers checks a list item by item, and not an array
         return tokenizer.decode(np.asarray(ids, dtype=np.int32))  # type: ignore[arg-type]
     return tokenizer.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
 
 
 def decoded_prompt(tokenizer: Tokenizer, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
     """Return the text of a prompt's ids, with special tokens."""
-    return (_decoded if len(ids) <= LARGE else _decoded.__wrapped__)(tokenizer, ids.tobytes())
+    decoded = _decoded if len(ids) <= LARGE else _decoded.__wrapped__
+    return decoded(cast(Any, tokenizer), ids.tobytes())
 
 
 @lru_cache(maxsize=64)  # 0.6 MB each at most

@@ -26,6 +26,8 @@ __all__ = [
     "with_texts",
 ]
 
+_EDGE = 8
+"""Number of a prompt's last tokens that show whether it ends within a character."""
 _DETOKENIZING_COST = 16
 """Cost of detokenizing a token step by step, in costs of tokenizing one."""
 
@@ -202,13 +204,23 @@ def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], 
 
     if has_byte_decoder(tokenizer) and params.skip_special_tokens and not params.stop:
         is_ended = finish_reason == "stop" and not params.include_stop_str_in_output
-        whole = str(tokenizer.backend_tokenizer.decode(list(ids[:-1] if is_ended else ids), skip_special_tokens=True))
-        if "\ufffd" not in whole:  # otherwise vLLM leaves out a part of a character at the end
-            return whole
+        text = _text_at_once(tokenizer.backend_tokenizer, prompt, list(ids[:-1] if is_ended else ids))
+        if text is not None:
+            return text
     request: Any = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None)
-    text = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    text.update(list(ids), finish_reason == "stop")
-    return str(text.get_next_output_text(finished=True, delta=False))
+    growing = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    growing.update(list(ids), finish_reason == "stop")
+    return str(growing.get_next_output_text(finished=True, delta=False))
+
+
+def _text_at_once(backend: Any, prompt: list[int], ids: list[int]) -> str | None:
+    """Return the text of an answer's bytes; None if it may begin or end within a character.
+
+    vLLM leaves out a part of a character at the end, and after one at the end of the prompt repeats the prompt.
+    """
+    before = backend.decode(prompt[-_EDGE:], skip_special_tokens=True) or backend.decode(prompt)
+    text = str(backend.decode(ids, skip_special_tokens=True))
+    return None if "\ufffd" in text or before.endswith("\ufffd") else text
 
 
 def with_load(llm_class: Any, arguments: Any, report: Callable[[EngineLoad], None]) -> Any:

@@ -92,7 +92,7 @@ class Remembering(Conversing):
 
     def prompt_text(self, prompt: Ids) -> str:
         """Return the text of a prompt; if each token decodes alone, only what follows this run's last answer in it."""
-        tokenizer = self.tokenizer
+        tokenizer: Any = self.tokenizer
         is_local = has_byte_decoder(tokenizer) and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         turn = self.turns.turn_before(prompt) if is_local else None
         known = None if turn is None else self.turns.text_through(turn)

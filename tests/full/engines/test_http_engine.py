@@ -19,6 +19,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.servers import ServerProcess, ended, stand_in
 from trinity_es.actors.engines.http import engine as http_engine
 from trinity_es.actors.engines.http import weights as http_weights
+from trinity_es.actors.engines.http.engine import HTTPEngine
 from trinity_es.actors.engines.http.vllm_api import ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.runner.adaptive_places import START, Places
@@ -368,10 +369,14 @@ async def test_places_follow_the_load_in_a_server_s_metrics_and_else_stay_which_
 ) -> None:
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.05)
     places, counts = Places("auto"), list[int]()
-    server = stand_in(tiny, tmp_path / "log", "--token-seconds", "0.02", *(("--kv-share", "0.3") if tells else ())).start()
+
+    def follow(engine: HTTPEngine) -> None:
+        places.watch(engine, lambda: counts.append(places.count), None)
+
+    gauges = ("--kv-share", "0.3") if tells else ()
+    server = stand_in(tiny, tmp_path / "log", "--token-seconds", "0.02", *gauges).start()
     with ended(server):
-        watched = met(server.ready(), tiny, lambda engine: places.watch(engine, lambda: counts.append(places.count), None))
-        async with watched as engine:
+        async with met(server.ready(), tiny, follow) as engine:
 
             async def unit() -> None:
                 async with places:

@@ -219,7 +219,8 @@ def test_the_gauges_have_other_names_elsewhere(running: str, waiting: str, fill:
 
 @pytest.mark.parametrize("text", [
     "", "<html>", GAUGES.replace("kv_cache", "other"), GAUGES.replace("0.5", "NaN"), GAUGES.replace("30.0", "+Inf"),
-    GAUGES.replace("30.0", "-1"), GAUGES.replace("30.0", "many"), GAUGES.replace('{engine="0",model_name="a } b"} 30', "{"),
+    GAUGES.replace("30.0", "-1"), GAUGES.replace("30.0", "many"),
+    GAUGES.replace('{engine="0",model_name="a } b"} 30', "{"),
 ], ids=range(8))
 def test_text_without_numbers_that_count_is_no_load(text: str) -> None:
     assert load_in(text) is None
