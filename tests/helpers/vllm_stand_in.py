@@ -83,7 +83,7 @@ class StandIn:
     async def metrics(self, request: Request) -> Response:
         name = "process_start_time_seconds"
         text = f"# TYPE {name} gauge\n{name} {self.started}\n"
-        if self.args.kv_share is not None:
+        if getattr(self.args, "kv_share", None) is not None:
             values = {"num_requests_running": self.running, "num_requests_waiting": 0,
                       "kv_cache_usage_perc": self.args.kv_share}
             text += "".join(f'vllm:{gauge}{{engine="0"}} {value}\n' for gauge, value in values.items())
