@@ -50,7 +50,8 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
             if not isinstance(key, str):
                 raise NotPlain(f"has the key {key!r} of type {type(key).__name__}: keys must be text")
             try:
-                copied[plain(str.__str__(key), depth)] = plain(inner, depth - 1)
+                name = key if type(key) is str and key.isascii() else plain(str.__str__(key), depth)
+                copied[name] = plain(inner, depth - 1)
             except NotPlain as e:
                 e.path.append(f".{key}")
                 raise

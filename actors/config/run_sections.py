@@ -128,9 +128,10 @@ class ExplorerConfig(Section):
     same as `asynchronous`."""
     max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
     """Maximum number of units (a task, or a part of its runs) that a runner runs at once: its places. `auto` starts
-    with 64. For engines of type `vllm` alone it grows up to 256 while the engine has room, and shrinks if the engine
-    recomputes many tokens for lack of room, or too many requests wait in it. Sync workflows play in at most this many
-    processes, with `auto` 64. Set a number if something else limits the runs, such as sandboxes."""
+    with 64. For engines of type `vllm`, and servers that tell their load in `/metrics`, it grows up to 256 while there
+    is room, and shrinks if too many requests wait, or the engine recomputes many tokens for lack of room. Sync
+    workflows play in at most this many processes, with `auto` 64. Set a number if something else limits the runs, such
+    as sandboxes."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True

@@ -1,19 +1,25 @@
-"""Tokenization of long texts: off the event loop, or refused without it if the text can't fit.
+"""Tokenization of prompts. Long texts go off the event loop, or are refused without it if they can't fit.
 
-Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung.
+Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung. The
+last shorter texts are kept with their ids, since all runs of a task have the same prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LARGE", "encode", "is_large", "off_the_loop", "prompt_ids", "refuse_too_long"]
+__all__ = [
+    "LARGE", "decode", "decoded_prompt", "encode", "has_byte_decoder", "is_large", "off_the_loop", "prompt_ids",
+    "refuse_too_long",
+]
 
 T = TypeVar("T")
 
@@ -26,9 +32,50 @@ _COMPOSED = 4
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text that contains its special tokens."""
-    if hasattr(tokenizer, "all_special_ids"):  # one of Hugging Face's, which would add more
-        return [int(t) for t in tokenizer.encode(text, add_special_tokens=False)]  # type: ignore[call-arg]
-    return list(tokenizer.encode(text))
+    encoded = _encoded if len(text) <= LARGE else _encoded.__wrapped__
+    return cast(list[int], encoded(cast(Any, tokenizer), text).tolist())
+
+
+@lru_cache(maxsize=64)  # 0.4 MB each at most
+def _encoded(tokenizer: Any, text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+    # One of Hugging Face's would add more special tokens.
+    arguments = {"add_special_tokens": False} if _is_hugging_face(tokenizer) else {}
+    return np.array(tokenizer.encode(text, **arguments), dtype=np.int32)
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> str:
+    """Return the text of token ids, with special tokens."""
+    if _backend(cast(Any, tokenizer)) is not None:  # transformers checks a list item by item, and not an array
+        return tokenizer.decode(np.asarray(ids, dtype=np.int32))  # type: ignore[arg-type]
+    return tokenizer.decode(ids.tolist() if isinstance(ids, np.ndarray) else ids)
+
+
+def decoded_prompt(tokenizer: Tokenizer, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
+    """Return the text of a prompt's ids, with special tokens."""
+    decoded = _decoded if len(ids) <= LARGE else _decoded.__wrapped__
+    return decoded(cast(Any, tokenizer), ids.tobytes())
+
+
+@lru_cache(maxsize=64)  # 0.6 MB each at most
+def _decoded(tokenizer: Any, ids: bytes) -> str:
+    return decode(tokenizer, np.frombuffer(ids, dtype=np.int32))
+
+
+@lru_cache(maxsize=16)
+def _is_hugging_face(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "all_special_ids")
+
+
+@lru_cache(maxsize=16)
+def _backend(tokenizer: Any) -> Any:
+    """Return the tokenizer in Rust that one of transformers has; None for others."""
+    return getattr(tokenizer, "backend_tokenizer", None)
+
+
+@lru_cache(maxsize=16)
+def has_byte_decoder(tokenizer: Any) -> bool:
+    """Return True if each token stands for its own bytes, whatever tokens are beside it."""
+    return type(getattr(_backend(tokenizer), "decoder", None)).__name__ == "ByteLevel"
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
@@ -45,7 +92,7 @@ async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_le
 
         ids = await off_the_loop(is_large(text), encoded)
     else:
-        ids = [int(i) for i in prompt]
+        ids = list(prompt) if set(map(type, prompt)) == {int} else [int(i) for i in prompt]
     if not ids:
         raise EngineError("an empty prompt can't be continued", refused=True)
     if len(ids) >= max_model_len:

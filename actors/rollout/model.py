@@ -392,23 +392,19 @@ class Model(OpenAIAccess):
         version_after = self.engine.model_version
         self.usage.requests += 1
         recorded = sampling.recorded()
-        if text is None and completions:
-            text = self.tokenizer.decode(completions[0].prompt_token_ids)  # once for all of them: it may be long
-        answers = []
+        prompt, answers = np.zeros(0, dtype=np.int32), []
         for i, completion in enumerate(completions):
-            if completion.finish_reason in ("abort", "error"):
-                raise EngineError(
-                    f"the engine ended the request before its answer was complete ({completion.finish_reason})"
-                )
-            if sampling.adapter != (completion.adapter or [""])[0]:
-                raise EngineError(f"this model's engine serves no adapter {sampling.adapter!r}", refused=True)
+            if i == 0 or completion.prompt_token_ids is not completions[0].prompt_token_ids:
+                prompt = np.array(completion.prompt_token_ids, dtype=np.int32)
+            text = self.prompt_text(prompt) if text is None else text  # once for all of them: it may be long
+            _require_whole(completion, sampling.adapter)
             spans = _spans(completion, version_before, version_after)
             self.usage.add_versions(*((v for v, _, _ in spans) if spans else (version_before, version_after)))
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
             try:
-                experience = experience_of(completion, text or "", spans)
+                experience = experience_of(completion, prompt, text, spans)
             except NotFinite as e:
                 raise EngineError(f"the engine's weights or its GPU are broken: {e}") from e
             if completion.adapter:
@@ -418,6 +414,14 @@ class Model(OpenAIAccess):
             experience.info["sampling"] = {**recorded, "choice": i}
             answers.append((completion, experience))
         return answers
+
+
+def _require_whole(completion: Completion, adapter: str) -> None:
+    """Raise EngineError for an answer that was cut off, or that another adapter made."""
+    if completion.finish_reason in ("abort", "error"):
+        raise EngineError(f"the engine ended the request before its answer was complete ({completion.finish_reason})")
+    if adapter != (completion.adapter or [""])[0]:
+        raise EngineError(f"this model's engine serves no adapter {adapter!r}", refused=True)
 
 
 def _spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:

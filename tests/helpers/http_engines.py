@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,12 @@ EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 
 
 @contextlib.asynccontextmanager
-async def met(server: ServerProcess, model: Path, **options: Any) -> AsyncIterator[HTTPEngine]:
+async def met(
+    server: ServerProcess, model: Path, prepare: Callable[[HTTPEngine], None] = lambda engine: None, **options: Any
+) -> AsyncIterator[HTTPEngine]:
+    """A started engine; `prepare` gets it before."""
     engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": server.url, **options}))
+    prepare(engine)
     try:
         await engine.start()
         yield engine

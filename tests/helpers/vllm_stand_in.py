@@ -51,6 +51,8 @@ class StandIn:
         self.fails_with = 0
         """The status of every request for tokens; 0: they are answered."""
         self.started = time.time()
+        self.running = 0
+        """Answers that it makes now."""
 
     def app(self) -> Starlette:
         routes = [
@@ -80,7 +82,12 @@ class StandIn:
 
     async def metrics(self, request: Request) -> Response:
         name = "process_start_time_seconds"
-        return PlainTextResponse(f"# TYPE {name} gauge\n{name} {self.started}\n")
+        text = f"# TYPE {name} gauge\n{name} {self.started}\n"
+        if getattr(self.args, "kv_share", None) is not None:
+            values = {"num_requests_running": self.running, "num_requests_waiting": 0,
+                      "kv_cache_usage_perc": self.args.kv_share}
+            text += "".join(f'vllm:{gauge}{{engine="0"}} {value}\n' for gauge, value in values.items())
+        return PlainTextResponse(text)
 
     async def models(self, request: Request) -> Response:
         told = {"id": self.args.model, "object": "model", "root": self.args.model, "parent": None,
@@ -201,6 +208,13 @@ class StandIn:
 
     async def _make(self, prompt: list[int], s: dict[str, Any], index: int) -> tuple[list[int], list[list[Any]]]:
         """Return tokens, and `[label, weights, start, end]` of whoever made them."""
+        self.running += 1
+        try:
+            return await self._tokens(prompt, s, index)
+        finally:
+            self.running -= 1
+
+    async def _tokens(self, prompt: list[int], s: dict[str, Any], index: int) -> tuple[list[int], list[list[Any]]]:
         ids: list[int] = []
         spans: list[list[Any]] = []
         await asyncio.sleep(self.args.latency)
@@ -293,6 +307,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0)
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--kv-share", type=float, help="tell the load in /metrics, with the cache so full")
     parser.add_argument("--account", default="")
     parser.add_argument("--ssl-certfile")
     parser.add_argument("--ssl-keyfile")

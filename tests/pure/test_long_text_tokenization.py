@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.helpers.recorded_engine import Marked, Recorder
-from trinity_es.actors.engines.long_text_tokenization import LARGE, is_large, prompt_ids, refuse_too_long
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.long_text_tokenization import LARGE, encode, is_large, prompt_ids, refuse_too_long
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.server import _RecordingClient
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import EngineError
+from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
 
 class Words(Marked):
@@ -111,3 +116,49 @@ def test_a_conversation_may_fill_the_context_to_its_last_token_and_not_beyond(pr
             return
         client.generate({"prompt_token_ids": [1] * 5}, params, "1")
     assert asked[0].max_tokens == room
+
+
+def test_a_short_text_is_encoded_once_for_all_runs_and_each_gets_a_list_of_its_own() -> None:
+    tokenizer = Words()
+    first, second = encode(tokenizer, "abc"), encode(tokenizer, "abc")
+    first.append(7)
+    assert second == encode(tokenizer, "abc") == [97, 98, 99]
+    assert tokenizer.texts == ["abc"]
+
+
+async def test_ids_of_a_prompt_are_python_s_own_and_a_copy() -> None:
+    prompt = [97, 98]
+    ids = await prompt_ids(Words(), prompt, 100, "")
+    prompt.append(99)
+    assert ids == [97, 98]
+    ids = await prompt_ids(Words(), [97, np.int64(98), True], 100, "")  # type: ignore[list-item]
+    assert [type(i) for i in ids] == [int] * 3
+
+
+class ByteLevel:
+    """Decoder, as Hugging Face's tokenizers call it."""
+
+
+class Bytes(ByteTokenizer):
+    """Tokenizer of bytes that says so."""
+
+    backend_tokenizer = SimpleNamespace(decoder=ByteLevel())
+
+
+BYTES = st.lists(st.lists(st.sampled_from("aé好🦉".encode()), min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+@given(BYTES, BYTES)
+def test_the_text_of_a_prompt_is_that_of_all_its_ids_wherever_an_answer_ends(
+    asks: list[list[int]], answers: list[list[int]]
+) -> None:
+    engine = ScriptedEngine(EngineConfig(model_path=""))
+    engine.tokenizer = Bytes()
+    model, prompt = Model(engine), list[int]()
+    for number, (ask, answer) in enumerate(zip(asks, answers, strict=False)):
+        prompt = prompt + ask
+        completion = Completion(prompt_token_ids=prompt, token_ids=answer, logprobs=None, text="", finish_reason="stop")
+        made = model.with_experiences([completion], 0, None, Sampling())
+        assert made[0][1].prompt_text == Bytes().decode(prompt)
+        model.keep(number, made)
+        prompt = prompt + answer

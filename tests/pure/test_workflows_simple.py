@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow, Workflow
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-from trinity_es.events.errors import EngineError
+from trinity_es.events.errors import EngineError, WorkflowError
 from trinity_es.events.values import Args, Status, Task, task_from_dict, task_to_dict
 from trinity_es.testing import ScriptedEngine
+from trinity_es.workflows.rewards import Reward
 
 HERE = "tests.pure.test_workflows_simple"
 
@@ -130,3 +132,27 @@ async def test_the_scripted_engine_has_the_room_that_max_model_len_says() -> Non
     with pytest.raises(EngineError, match=r"a prompt of 8 tokens leaves no room .* max_model_len 8") as failed:
         await engine.generate([65] * 8, Sampling())
     assert failed.value.details["refused"]
+
+
+@dataclass
+class Points:
+    """A reward that can't be a key, as it is compared by its value."""
+
+    value: float
+
+    def __call__(self, response: str) -> float:
+        return self.value * len(response)
+
+
+def scaled(response: str, scale: float) -> float:
+    return scale * len(response)
+
+
+def test_the_parameters_of_a_reward_are_read_for_each_set_of_preset_names_and_of_any_callable() -> None:
+    values: dict[str, Any] = {"response": "abc", "prompt": "", "truth": None}
+    for points in (2.0, 3.0):
+        assert Reward(Task(reward_fn=Points(points)))(**values) == 3 * points
+    assert Reward(Task(reward_fn=scaled, reward_fn_args={"scale": 2.0}))(**values) == 6.0
+    with pytest.raises(WorkflowError, match="needs scale"):
+        Reward(Task(reward_fn=scaled))(**values)
+    assert Reward(Task(reward_fn=scaled, raw_task={"scale": 5.0}))(**values) == 15.0

@@ -22,7 +22,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,12 @@ def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
 
 def _signature_of(reward: Any, arguments: Mapping[str, Any]) -> _Signature:
     """Return the parameters of a function, or of a class's `__call__`. `arguments`: the `reward_fn_args`."""
+    signature = _signature if isinstance(reward, Hashable) else _signature.__wrapped__
+    return signature(reward, frozenset(arguments))
+
+
+@functools.lru_cache(maxsize=64)  # each answer asks, and `inspect` takes as long as a short answer's other work
+def _signature(reward: Any, preset_names: frozenset[str]) -> _Signature:
     is_class = isinstance(reward, type)  # its constructor is called later, so only `__call__` is looked at here
     try:
         signature = inspect.signature(reward.__call__ if is_class else reward)
@@ -186,7 +192,7 @@ def _signature_of(reward: Any, arguments: Mapping[str, Any]) -> _Signature:
     return _Signature(
         names=frozenset(p.name for p in named_parameters),
         has_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
-        preset_names=frozenset() if is_class else frozenset(arguments),  # a class gets them in its constructor
+        preset_names=frozenset() if is_class else preset_names,  # a class gets them in its constructor
         required_names=tuple(p.name for p in named_parameters if p.default is p.empty),
     )
 

@@ -31,10 +31,11 @@ from typing import Any, TypeVar
 
 from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary
 from trinity_es.actors.engines.http import vllm_requests
+from trinity_es.actors.engines.http.server_load import LoadReport
 from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
 from trinity_es.actors.engines.http.vllm_requests import Answer, TextCutter
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Sampling, Tokenizer
 from trinity_es.actors.engines.long_text_tokenization import prompt_ids
 from trinity_es.actors.engines.sampling_checks import whole_distribution
 from trinity_es.events.errors import ConfigError, EngineError
@@ -86,6 +87,7 @@ class HTTPEngine(ServerWeights):
         """For `_confirm`: count of the checks begun, which numbers them, and number of the newest successful one."""
         self._last_answer_at = 0.0
         """Monotonic time of the last answer or stream event."""
+        self.on_load: Callable[[EngineLoad], None] | None = None
         self._failure_count = 0
         """Failed requests since the last whole answer."""
 
@@ -187,7 +189,7 @@ class HTTPEngine(ServerWeights):
     # --- supervision ------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
         """Check the server every WATCH_SECONDS; end the engine when the server ended or is another one."""
-        heard_at, refusals = time.monotonic(), 0
+        heard_at, refusals, load = time.monotonic(), 0, LoadReport(self.server, self.on_load)
         while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
@@ -196,6 +198,7 @@ class HTTPEngine(ServerWeights):
                     problem = EngineError(defect, dead=True)
                 await self._check_identity()  # checks nothing while its weights change
                 await self._update_waits()
+                await load.look()
             except Exception as e:
                 problem = problem or e
             if problem is None or self._is_restarting:  # `_restart` watches it
@@ -434,10 +437,7 @@ class HTTPEngine(ServerWeights):
 
     def _check_logprobs(self, s: Sampling) -> None:
         """Raise EngineError if the server would give this sampling logprobs of another distribution."""
-        is_plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
-        is_plain = is_plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
-        is_plain = is_plain and s.repetition_penalty == 1.0
-        if s.logprobs and not self._logprobs_are_processed and not is_plain:
+        if s.logprobs and not self._logprobs_are_processed and not vllm_requests.is_plain(s):
             raise EngineError(
                 f"{self.server.url} returns logprobs from before temperature and top_p, not those of the sampled "
                 "distribution: start the server with --logprobs-mode processed_logprobs", refused=True,

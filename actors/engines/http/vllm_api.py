@@ -305,11 +305,15 @@ class VLLMServer:
 
     async def started(self) -> str:
         """Return its process's start time (Unix) from its metrics; empty if they have none (`--api-server-count`)."""
-        answer = await self.request("GET", "/metrics", seconds=LOOK_SECONDS)
-        for line in answer.text.splitlines() if answer.status_code == 200 else ():
+        for line in (await self.metrics()).splitlines():
             if line.startswith("process_start_time_seconds "):
                 return line.split()[1]
         return ""
+
+    async def metrics(self, seconds: float = LOOK_SECONDS) -> str:
+        """Return its metrics as Prometheus text; empty if it has none."""
+        answer = await self.request("GET", "/metrics", seconds=seconds)
+        return answer.text if answer.status_code == 200 else ""
 
     async def tokenize(self, text: str) -> list[int] | None:
         """Return the server's token ids of a text; None if it refuses."""

@@ -20,7 +20,10 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.sampling_checks import SHARED, at_temperature
 from trinity_es.events.errors import EngineError
 
-__all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
+__all__ = [
+    "OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "is_plain", "most_bytes", "prompt_logprobs",
+    "route",
+]
 
 _FLOOR = -9999.0
 """The number that vLLM writes for minus infinity and NaN."""
@@ -55,6 +58,15 @@ class Answer:
 def route(spans: bool) -> str:
     """Return the path for requests; `spans` (of `ServerFacts`): the server has the route that takes token ids."""
     return ASKED[0 if spans else 1]
+
+
+def is_plain(s: Sampling) -> bool:
+    """Return True if tokens are sampled from the model's own distribution, or greedily."""
+    return (
+        s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
+        and s.repetition_penalty == 1.0
+        and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
+    )
 
 
 def body(

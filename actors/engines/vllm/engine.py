@@ -63,9 +63,9 @@ from trinity_es.actors.engines.vllm.values import (
     output_kind,
     partial_answers,
     prompt_of_ids,
-    read_at_the_end,
     sampling_params,
     text_of,
+    whole_answer_params,
     with_load,
     with_texts,
 )
@@ -328,7 +328,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
         if copies > 1:
             sampling = dataclasses.replace(sampling, n=1)
-        params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
+        params = whole_answer_params(sampling)
         output, adapter = await self._last_output(ids, params, sampling.adapter, REQUEST_NAME.get())
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))

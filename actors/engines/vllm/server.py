@@ -305,7 +305,7 @@ class _RecordingClient:
             async with contextlib.aclosing(outputs):
                 async for output, adapter in outputs:
                     if generation is not None:
-                        ids = ids or output.prompt_token_ids or []
+                        ids = ids or list(output.prompt_token_ids or ())
                         if raw_params.detokenize:
                             await with_texts(tokenizer, ids, params, output.outputs)
                         for part in output.outputs:
@@ -320,7 +320,7 @@ class _RecordingClient:
                                 else text_of(tokenizer, ids, params, c.token_ids, c.finish_reason) for c in whole
                             ]
                             generation.completions = [
-                                replace(c, prompt_token_ids=list(ids), logprobs=c.logprobs or [], text=text)
+                                replace(c, prompt_token_ids=ids, logprobs=c.logprobs or [], text=text)
                                 for c, text in zip(whole, texts, strict=True)
                             ]
                     yield output

@@ -8,22 +8,26 @@ gets its text afterwards, from vLLM's own detokenizer. Requests with stop string
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import orjson
 
 from trinity_es.actors.engines.interface import Completion, EngineLoad, Sampling
-from trinity_es.actors.engines.long_text_tokenization import LARGE, off_the_loop
+from trinity_es.actors.engines.long_text_tokenization import LARGE, has_byte_decoder, off_the_loop
 from trinity_es.actors.engines.sampling_checks import SHARED
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError
 
 __all__ = [
     "changed", "completion_of", "missing_fields", "output_kind", "partial_answers", "prompt_of_ids", "read_at_the_end",
-    "request_output", "sampling_params", "text_of", "with_load", "with_texts",
+    "request_output", "sampling_params", "text_of", "whole_answer_params", "with_load",
+    "with_texts",
 ]
 
+_EDGE = 8
+"""Number of a prompt's last tokens that show whether it ends within a character."""
 _DETOKENIZING_COST = 16
 """Cost of detokenizing a token step by step, in costs of tokenizing one."""
 
@@ -55,6 +59,16 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
         )
     except Exception as e:  # vLLM's errors for wrong arguments share no stable base class
         raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
+
+
+def whole_answer_params(s: Sampling) -> Any:
+    """Return vLLM's SamplingParams of a request whose answer is read whole; the caller must not change them."""
+    return (_whole_answer_params.__wrapped__ if s.json_schema else _whole_answer_params)(s)
+
+
+@lru_cache(maxsize=256)  # vLLM changes a copy, but notes its backend in those with a schema
+def _whole_answer_params(s: Sampling) -> Any:
+    return sampling_params(s, read_at_the_end(s.stop, s.top_logprobs))
 
 
 def _structured(schema: str | Mapping[str, Any]) -> Any:
@@ -107,7 +121,7 @@ def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[s
     ids = [int(t) for t in output.token_ids]
     spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
     return Completion(
-        prompt_token_ids=list(prompt), token_ids=ids, logprobs=_sampled_logprobs(output.logprobs, ids),
+        prompt_token_ids=prompt, token_ids=ids, logprobs=_sampled_logprobs(output.logprobs, ids),
         text=output.text, finish_reason=output.finish_reason or "abort", version_spans=spans,
         top_logprobs=_top_logprobs(output, top), adapter=adapter,
     )
@@ -188,10 +202,25 @@ def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], 
     """Return vLLM's text of a whole answer, without the token that ended it."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+    if has_byte_decoder(tokenizer) and params.skip_special_tokens and not params.stop:
+        is_ended = finish_reason == "stop" and not params.include_stop_str_in_output
+        text = _text_at_once(tokenizer.backend_tokenizer, prompt, list(ids[:-1] if is_ended else ids))
+        if text is not None:
+            return text
     request: Any = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None)
-    text = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    text.update(list(ids), finish_reason == "stop")
-    return str(text.get_next_output_text(finished=True, delta=False))
+    growing = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    growing.update(list(ids), finish_reason == "stop")
+    return str(growing.get_next_output_text(finished=True, delta=False))
+
+
+def _text_at_once(backend: Any, prompt: list[int], ids: list[int]) -> str | None:
+    """Return the text of an answer's bytes; None if it may begin or end within a character.
+
+    vLLM leaves out a part of a character at the end, and after one at the end of the prompt repeats the prompt.
+    """
+    before = backend.decode(prompt[-_EDGE:], skip_special_tokens=True) or backend.decode(prompt)
+    text = str(backend.decode(ids, skip_special_tokens=True))
+    return None if "\ufffd" in text or before.endswith("\ufffd") else text
 
 
 def with_load(llm_class: Any, arguments: Any, report: Callable[[EngineLoad], None]) -> Any:

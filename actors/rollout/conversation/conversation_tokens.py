@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Tokenizer
-from trinity_es.actors.engines.long_text_tokenization import encode, is_large, off_the_loop, refuse_too_long
-from trinity_es.actors.rollout.conversation.turns import Marks, Turn
+from trinity_es.actors.engines.long_text_tokenization import decode, encode, is_large, off_the_loop, refuse_too_long
+from trinity_es.actors.rollout.conversation.turns import Ids, Marks, Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -37,8 +37,8 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     return [dict(m) for m in items]
 
 
-def experience_of(c: Completion, prompt_text: str, spans: list[list[int]]) -> Experience:
-    """Return an answer as an experience; `spans`: which weights made which tokens.
+def experience_of(c: Completion, prompt: Ids, prompt_text: str, spans: list[list[int]]) -> Experience:
+    """Return an answer as an experience. `prompt`: its prompt's ids; `spans`: which weights made which tokens.
 
     Raises WorkflowError for an answer without tokens.
     """
@@ -46,7 +46,7 @@ def experience_of(c: Completion, prompt_text: str, spans: list[list[int]]) -> Ex
         raise WorkflowError("the model's answer has no tokens, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
     return Experience(
-        tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32), prompt_length=len(c.prompt_token_ids),
+        tokens=np.concatenate((prompt, np.asarray(c.token_ids, dtype=np.int32))), prompt_length=len(prompt),
         logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
         truncate_status="response_truncated" if c.finish_reason == "length" else None,
         info={"version_spans": spans} if spans else {}, prompt_text=prompt_text, response_text=c.text,
@@ -104,6 +104,9 @@ class Conversing:
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        return decode(self.tokenizer, ids)
+
     def marks(self) -> Marks:
         """Return the texts that the chat template writes around an answer, from short conversations that it renders."""
         question: list[Message] = [{"role": "user", "content": "q"}]
@@ -160,7 +163,7 @@ class Conversing:
                 first, mask, status = limit - 1, [False] * limit, "prompt_truncated"
         return Experience(
             tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=chat, tools=tools,
-            prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
+            prompt_text=self.decode(tokens[:first]), response_text=self.decode(tokens[first:]),
             truncate_status=status, info={"untrained_turns": untrained} if untrained else {},
         )
 
@@ -202,10 +205,9 @@ class Conversing:
         untrained = [] if messages is None else self._unsampled_messages(turn, messages, tools)
         if untrained:
             info["untrained_turns"] = untrained
-        tokens = turn.tokens.tolist()
         return Experience(
             tokens=turn.tokens, prompt_length=first, action_mask=mask[first:], messages=messages, tools=tools,
-            prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
+            prompt_text=self.decode(turn.tokens[:first]), response_text=self.decode(turn.tokens[first:]),
             logprobs=None if any(t.logprobs is None for t in turns) else logprobs[first:], info=info,
         )
 

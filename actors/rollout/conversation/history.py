@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from trinity_es.actors.engines.interface import Completion
+from trinity_es.actors.engines.long_text_tokenization import decoded_prompt, has_byte_decoder
 from trinity_es.actors.rollout.conversation.answer_comparison import fit
 from trinity_es.actors.rollout.conversation.conversation_tokens import Conversing, Message
-from trinity_es.actors.rollout.conversation.turns import Turn, Turns
+from trinity_es.actors.rollout.conversation.turns import Ids, Turn, Turns
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -45,7 +48,7 @@ class Remembering(Conversing):
 
     def __init__(self) -> None:
         self.usage = Usage()
-        self.turns = Turns(self.encode, lambda ids: self.tokenizer.decode(ids), self.marks)
+        self.turns = Turns(self.encode, self.decode, self.marks)
         self._request_count = 0
         self._tools: list[Any] = []
         """The values of `tools` of this run's chats, without repetitions, the last used one last."""
@@ -69,23 +72,33 @@ class Remembering(Conversing):
     ) -> list[Experience]:
         """Keep the answers to request `number`; returns their experiences. `rendered`: a chat's prompt as text."""
         previous_turns: dict[int, Turn | None] = {}  # by `id` of the prompt, which answers to one request share
-        for completion, _ in answers:
-            prompt = completion.prompt_token_ids
-            if id(prompt) not in previous_turns:
-                previous_turns[id(prompt)] = self.turns.turn_before(prompt)
-        self._history[number] = [
-            (experience, self.turns.record(
-                rendered, completion.prompt_token_ids, completion.token_ids, experience.logprobs, completion.text,
-                dict(experience.info), previous_turns[id(completion.prompt_token_ids)],
-                is_cut=completion.finish_reason == "length",
-            ))
-            for completion, experience in answers
-        ]
+        turns = []
+        for completion, experience in answers:
+            assert experience.tokens is not None
+            prompt, sampled = np.split(experience.tokens, [experience.prompt_length])
+            key = id(completion.prompt_token_ids)
+            if key not in previous_turns:
+                previous_turns[key] = self.turns.turn_before(prompt)
+            turns.append((experience, self.turns.record(
+                rendered, prompt, sampled, experience.logprobs, completion.text, dict(experience.info),
+                previous_turns[key], is_cut=completion.finish_reason == "length", prompt_text=experience.prompt_text,
+            )))
+        self._history[number] = turns
         if rendered is not None and answers:
             tools = answers[0][1].tools
             self._tools = [*(other for other in self._tools if other != tools), tools]
         self.usage.continued += any(turn is not None for turn in previous_turns.values())
         return [experience for _, experience in answers]
+
+    def prompt_text(self, prompt: Ids) -> str:
+        """Return the text of a prompt; if each token decodes alone, only what follows this run's last answer in it."""
+        tokenizer: Any = self.tokenizer
+        is_local = has_byte_decoder(tokenizer) and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        turn = self.turns.turn_before(prompt) if is_local else None
+        known = None if turn is None else self.turns.text_through(turn)
+        if turn is None or known is None:
+            return decoded_prompt(tokenizer, prompt)
+        return known + self.decode(prompt[len(turn.tokens) :])
 
     def extracted(self, clear: bool, per_request: bool) -> list[Experience]:
         """Return the answers so far as experiences; see `Model.extract_experience_from_history`."""

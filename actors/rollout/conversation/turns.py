@@ -64,6 +64,8 @@ class Turn:
     """Another turn continues it."""
     has_experience: bool = False
     """An experience was made of a conversation that ends with it."""
+    prompt_text: str | None = None
+    """The prompt's text as its ids decode, if it is known."""
     decoded_texts: tuple[str, str] | None = None
     """Text of the answer's tokens with special tokens, and of all but the last token; set on first use."""
 
@@ -129,7 +131,7 @@ class Turns:
         turn, tail = continued
         return [*turn.tokens.tolist(), *self._tail_ids(turn, tail)]
 
-    def turn_before(self, prompt: Sequence[int]) -> Turn | None:
+    def turn_before(self, prompt: Sequence[int] | Ids) -> Turn | None:
         """Return the longest turn whose exact tokens begin a prompt; of equal ones the last that none follows."""
         ids = np.asarray(prompt, dtype=np.int32)
         for length in sorted((n for n in self._by_length if n <= len(ids)), reverse=True):
@@ -146,16 +148,17 @@ class Turns:
         return next((t for t in reversed(turns) if t.begin == begin and np.array_equal(t.tokens, ids)), None)
 
     def record(
-        self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
-        info: Mapping[str, Any] | None = None, previous: Turn | None = None, is_cut: bool = False,
+        self, rendered: str | None, prompt: Sequence[int] | Ids, sampled: Sequence[int] | Ids,
+        logprobs: Numbers | None, text: str, info: Mapping[str, Any] | None = None, previous: Turn | None = None,
+        is_cut: bool = False, prompt_text: str | None = None,
     ) -> Turn:
         """Record an answer and return its turn. `previous` is what `turn_before` returned for `prompt`."""
-        ids = np.array([*prompt, *sampled], dtype=np.int32)
+        ids = np.concatenate((prompt, sampled), dtype=np.int32, casting="unsafe")
         if previous is not None:
             previous.is_followed = True
         turn = Turn(
             rendered=rendered, text=text, tokens=ids, begin=len(prompt), logprobs=logprobs, info=info or {},
-            previous=previous, is_cut=is_cut,
+            previous=previous, is_cut=is_cut, prompt_text=prompt_text,
         )
         self._turns.append(turn)
         self._by_length.setdefault(len(ids), {}).setdefault(_hash(ids), []).append(turn)
@@ -185,6 +188,11 @@ class Turns:
         last = whole.removeprefix(without_last) if whole.startswith(without_last) else "\ufffd"
         # A part of a character ends no answer, though an engine may have held it back.
         return "" if "\ufffd" in last or turn.text.endswith(last) else last
+
+    def text_through(self, turn: Turn) -> str | None:
+        """Return the text of a turn's prompt and answer; None if it is unknown, or may end within a character."""
+        text = None if turn.prompt_text is None else turn.prompt_text + self._decoded_texts(turn)[0]
+        return None if text is None or text.endswith("\ufffd") else text
 
     def _decoded_texts(self, turn: Turn) -> tuple[str, str]:
         """Return the text of an answer's tokens with special tokens, and that of all but its last token."""

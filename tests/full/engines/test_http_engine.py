@@ -19,7 +19,10 @@ from tests.helpers.paths import ROOT
 from tests.helpers.servers import ServerProcess, ended, stand_in
 from trinity_es.actors.engines.http import engine as http_engine
 from trinity_es.actors.engines.http import weights as http_weights
+from trinity_es.actors.engines.http.engine import HTTPEngine
+from trinity_es.actors.engines.http.vllm_api import ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.runner.adaptive_places import START, Places
 from trinity_es.events.errors import EngineError, SyncError
 
 NO_WATCH = 3600.0
@@ -358,3 +361,50 @@ async def test_a_restart_in_the_middle_of_a_change_is_not_taken_for_its_end(
             with pytest.raises(EngineError, match="restarted while its weights changed") as failed:
                 await engine.load_weights(1, str(other))
             assert failed.value.details["dead"]
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["with gauges", "without"])
+async def test_places_follow_the_load_in_a_server_s_metrics_and_else_stay_which_is_said_once(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tells: bool
+) -> None:
+    monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.05)
+    places, counts = Places("auto"), list[int]()
+
+    def follow(engine: HTTPEngine) -> None:
+        places.watch(engine, lambda: counts.append(places.count), None)
+
+    gauges = ("--kv-share", "0.3") if tells else ()
+    server = stand_in(tiny, tmp_path / "log", "--token-seconds", "0.02", *gauges).start()
+    with ended(server):
+        async with met(server.ready(), tiny, follow) as engine:
+
+            async def unit() -> None:
+                async with places:
+                    await engine.generate("a", EIGHT)
+
+            await asyncio.gather(*(unit() for _ in range(3 * START)))
+            assert engine.dead is None
+    assert (counts[:1], places.kv_share) == (([2 * START], 0.3) if tells else ([], 0.0))
+    assert [r.message for r in caplog.records if "max_concurrency" in r.message] == [] if tells else [
+        f"{server.url}/metrics lacks the gauges of its load, so max_concurrency: auto keeps its number of places"
+    ]
+
+
+async def test_metrics_that_come_late_or_not_at_all_end_no_engine(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
+    looks = list[float]()
+
+    async def silent(self: VLLMServer, seconds: float = 0.0) -> str:
+        looks.append(seconds)
+        raise ServerGone("it does not answer")
+
+    server = stand_in(tiny, tmp_path / "log", "--kv-share", "0.5").start()
+    with ended(server):
+        async with met(server.ready(), tiny, lambda engine: Places("auto").watch(engine, lambda: None, None)) as engine:
+            monkeypatch.setattr(http_engine, "SILENT_SECONDS", 0.0)
+            monkeypatch.setattr(VLLMServer, "metrics", silent)
+            await asyncio.sleep(0.3)
+            assert engine.dead is None
+    assert len(looks) > 2

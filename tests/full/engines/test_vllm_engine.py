@@ -13,14 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import trinity_es
 from tests.helpers.engines import Live
 from tests.helpers.made_rollouts import record
 from trinity_es import Task
+from trinity_es.actors.engines.checkpoints import auto_tokenizer
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm import engine as vllm_engine
+from trinity_es.actors.engines.vllm import values as vllm_values
 from trinity_es.actors.engines.vllm import weights as vllm_weights
 from trinity_es.actors.rollout.model import Model
 from trinity_es.audit.regenerate import find_rollout, play_turns, regeneration
@@ -118,9 +122,27 @@ def test_a_text_made_when_the_answer_is_whole_is_the_one_that_vllm_makes_as_it_g
 ) -> None:
     asked = {"n": 8, "seed": 3, "max_tokens": 60, "temperature": 2.0, **more}  # at 2, of bytes that are no UTF-8
     ours = ask(live, "\u00e9=", **asked)
-    monkeypatch.setattr(vllm_engine, "read_at_the_end", lambda *_: {})
+    monkeypatch.setattr(vllm_engine, "whole_answer_params", vllm_values.sampling_params)
     assert ours == ask(live, "\u00e9=", **asked)
     assert any(c.text for c in ours)
+
+
+PIECES = ["plain", " text", "é", "好", "\ufffd", "🦉", "<|end|>", "<|user|>", " "]
+
+
+@given(st.lists(st.sampled_from(PIECES)), st.lists(st.sampled_from(PIECES)), st.integers(0, 3), st.integers(0, 3),
+       st.sampled_from(["stop", "length"]))
+def test_a_text_made_at_once_is_vllm_s_also_where_ids_begin_or_end_within_a_character(
+    tiny: Path, prompt: list[str], answer: list[str], cut: int, begin: int, finish: str
+) -> None:
+    tokenizer = auto_tokenizer(str(tiny))
+    before, ids = ([*tokenizer.encode("".join(pieces))] for pieces in (["a", *prompt], answer))
+    before, ids = before[: len(before) - cut] or [1], ids[begin : len(ids) - cut]
+    params = vllm_values.sampling_params(Sampling())
+    at_once = vllm_values.text_of(tokenizer, before, params, ids, finish)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_values, "has_byte_decoder", lambda _: False)
+        assert at_once == vllm_values.text_of(tokenizer, before, params, ids, finish)
 
 
 def test_vllm_makes_no_text_and_no_names_of_tokens_unless_it_looks_for_a_stop_in_it(

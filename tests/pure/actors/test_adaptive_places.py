@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trinity_es.actors.engines.http.server_load import load_in
 from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.actors.runner.adaptive_places import MOST, START, AdaptivePlaces, Places
 
@@ -181,6 +182,48 @@ def test_a_load_that_stays_the_same_is_soon_left_alone(capacity: int, length: in
     changes = [sum(a != b for a, b in pairwise(part)) for part in (seen, seen[len(seen) // 2 :])]
     assert changes[0] <= 20, (changes, seen)
     assert changes[1] <= 2, (changes, sorted(set(seen)))
+
+
+# --- what servers of others tell ------------------------------------------------------------------------------------
+GAUGES = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a } b"} 30.0
+vllm:num_requests_running{engine="1",model_name="a } b"} 10.0
+vllm:num_requests_waiting{engine="0",model_name="a } b"} 0.0
+vllm:num_requests_waiting{engine="1",model_name="a } b"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+vllm:kv_cache_usage_perc{engine="1"} 0.3
+vllm:generation_tokens_total 1e6
+"""
+
+
+def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
+    told = load_in(GAUGES)
+    assert told is not None
+    assert (told.running, told.waiting, told.again) == (40, 0, 0)
+    assert told.share == told.kv_share == pytest.approx(0.4), "room for more requests"
+    waits = load_in(GAUGES.replace('} 0.0', '} 2.0'))
+    assert waits is not None
+    assert (waits.waiting, waits.share) == (4, 1.0), "it runs as many as it takes"
+
+
+@pytest.mark.parametrize(("running", "waiting", "fill"), [
+    ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc"),
+    ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
+])
+def test_the_gauges_have_other_names_elsewhere(running: str, waiting: str, fill: str) -> None:
+    told = load_in(f'{running}{{model_name="m"}} 3\n{waiting} 5\n{fill} 0.25\n')
+    assert told == EngineLoad(running=3, waiting=5, again=0, kv_share=0.25, most_running=3)
+
+
+@pytest.mark.parametrize("text", [
+    "", "<html>", GAUGES.replace("kv_cache", "other"), GAUGES.replace("0.5", "NaN"), GAUGES.replace("30.0", "+Inf"),
+    GAUGES.replace("30.0", "-1"), GAUGES.replace("30.0", "many"),
+    GAUGES.replace('{engine="0",model_name="a } b"} 30', "{"),
+], ids=range(8))
+def test_text_without_numbers_that_count_is_no_load(text: str) -> None:
+    assert load_in(text) is None
 
 
 # --- the places -----------------------------------------------------------------------------------------------------
