@@ -128,7 +128,7 @@ class Runner(BaseActor):
             self.loop_answered_at = now
         self.last_beat_at = now
 
-        def note_answer() -> None:
+        def note_answer() -> None:  # runs in the engine's thread, and only sets a number
             self.loop_answered_at = now
 
         self.engine_side.ping(note_answer)
