@@ -38,7 +38,8 @@ def store_gone(url: str) -> str:
 
     A database that does not answer counts as one that still exists.
     """
-    from trinity_es.events.store.database.database import Database  # imports SQLAlchemy, which the keeper has no use for
+    # Here, since it imports SQLAlchemy, which would take most of the keeper's memory.
+    from trinity_es.events.store.database.database import Database
     from trinity_es.events.store.database.urls import parse_url
 
     parsed = parse_url(url)
