@@ -43,6 +43,8 @@ __all__ = ["main"]
 
 KNOCK_SECONDS = 2.0
 """Interval between two knocks at the same process, and the wait for an answer."""
+AGAIN_SECONDS = 5.0
+"""Pause after a start whose process was killed, or could not begin."""
 STOOD_STILL_SECONDS = 2.0
 """Delay of one step of this process, in seconds, from which it counts as suspended."""
 
@@ -109,24 +111,28 @@ def _keep(config: Mapping[str, Any], system: dict[str, Any], keeper: Mapping[str
     while True:
         cause = _wait_for_end(system, remember)
         short_life_count = short_lives(policy, short_life_count, time.monotonic() - born_at)
-        new_system = _in_child({
+        request = {
             "config": config, "admin": system["admin"], "keeper": keeper, "cause": cause,
             "claims": [claim_to_dict(claim) for claim in claims],
             "pause": coordinator_pause(policy, short_life_count, random.random()),
-        })
+        }
+        code, new_system = _in_child(request)
+        while code != 0:
+            _log.error("the start ended with status %d; once more in %.0f s", code, AGAIN_SECONDS)
+            time.sleep(AGAIN_SECONDS)
+            code, new_system = _in_child(request)
         if new_system is None:
             return
         system, born_at = new_system, time.monotonic()
 
 
-def _in_child(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the answer of a start in a process of its own; None if it has none."""
+def _in_child(request: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Make a start in a process of its own; return its exit status and its answer, None if it has none."""
     process = subprocess.run(
         [sys.executable, "-m", "trinity_es.system.keeper_start"], input=json.dumps(request).encode(),
         stdout=subprocess.PIPE, check=False,
     )
-    answer: dict[str, Any] | None = json.loads(process.stdout or b"null")
-    return answer
+    return process.returncode, json.loads(process.stdout if process.returncode == 0 else b"null")
 
 
 def main() -> int:
@@ -134,7 +140,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     keeper = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
-    answer = _in_child({**request, "keeper": keeper})
+    _, answer = _in_child({**request, "keeper": keeper})
     if answer is None:
         return 1
     with os.fdopen(os.dup(1), "wb") as pipe:

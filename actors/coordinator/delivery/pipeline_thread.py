@@ -149,7 +149,7 @@ class PipelineThread:
         """Yield the experiences of a job in parts of whole tasks, in order. Raises DataError if `refs` are not."""
         kept: list[Experience] = []  # of the last task, of which the next refs may have more
         for refs in _stretches_of(job.refs, self.part_size):
-            last_task = kept[-1].eid.task if kept else None
+            last_task: Any = kept[-1].eid.task if kept else None
             kept += read_experiences(self._payloads, refs)
             kept.sort(key=_place)
             if last_task is not None and kept and kept[0].eid.task < last_task:
@@ -171,7 +171,7 @@ class _Summary:
         self._stretches: list[tuple[int, int]] = []
 
     def add(
-        self, task_by_uid: Mapping[str, int], experiences: list[Experience], dropped_by: Mapping[str, list[str]]
+        self, task_by_uid: Mapping[str, int | str], experiences: list[Experience], dropped_by: Mapping[str, list[str]]
     ) -> None:
         """Add a part with these tasks, of which these experiences are left."""
         usable_tasks = {e.eid.task for e in experiences}
@@ -202,7 +202,7 @@ def _stretches_of(refs: list[PayloadRef], size: int) -> Iterator[list[PayloadRef
         yield [ref for ref, _ in stretch]
 
 
-def _place(e: Experience) -> tuple[int, int, int]:
+def _place(e: Experience) -> tuple[Any, int, int]:
     """Return the key by which a batch's experiences are sorted."""
     return e.eid.task, e.eid.run, e.eid.step
 

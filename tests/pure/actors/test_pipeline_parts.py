@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.events.test_stored_experiences import Memory, put
+from tests.helpers.payloads_in_memory import Memory, put
 from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, StalenessLimit
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.events.experience import EID, Experience
