@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.payloads_in_memory import Memory, put
+from trinity_es.actors.coordinator.delivery.advantages import Operated
+from trinity_es.actors.coordinator.delivery.group_metrics import GroupMetrics
 from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, StalenessLimit
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.events.experience import EID, Experience
@@ -109,6 +111,26 @@ def test_operators_by_task_see_a_part_at_a_time(operator: dict[str, Any], monkey
 @pytest.mark.parametrize("operator", WHOLE, ids=lambda o: str(o["name"]))
 def test_other_operators_get_the_whole_batch(operator: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sizes_of_calls([{"name": "reinforce"}, operator], monkeypatch)) == 1
+
+
+class Tolerant:
+    """An operator that needs rewards and does not look at them."""
+
+    by_task = True
+    needs = ("reward",)
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        return experiences, GroupMetrics()
+
+
+def test_runs_that_lack_what_an_operator_needs_are_dropped_though_a_whole_part_lacks_it() -> None:
+    store, operators = Memory(), [{"name": f"{__name__}:Tolerant"}]
+    groups = [[Experience(eid=EID(1, task, run, 0, f"s{task}-{run}"), tokens=[1, 2], prompt_length=1,
+                          reward=None if task == 0 else 1.0) for run in range(4)] for task in range(3)]
+    refs = put(store, *groups)
+    parts = processed(store, refs, operators, 4)
+    assert isinstance(parts, PipelineDone)
+    assert (parts.selected, parts) == (8, processed(store, refs, operators, None))
 
 
 def test_a_batch_whose_tasks_are_not_in_order_is_processed_as_a_whole() -> None:
