@@ -15,6 +15,7 @@ if __name__ == "__main__":
     gc.disable()  # saves a tenth of the time of the imports, which are most of a start
 
 import ctypes
+import importlib
 import io
 import json
 import os
@@ -50,8 +51,6 @@ def main(setup_path: str) -> int:
     # Unbuffered. A buffer that a full disk did not take would be kept, and each fork would fail to write it first.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), errors="backslashreplace",
                                                write_through=True) for fd in (1, 2))
-    gc.enable()
-    gc.freeze()  # the imports stay, so garbage collection in the actors, which are forks, need not visit them
     from thespian.actors import ActorSystem
     from thespian.system import multiprocCommon
 
@@ -64,6 +63,9 @@ def main(setup_path: str) -> int:
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
     if config.host is not None or config.hosts.address:
         host_agent()  # imported before the fork of the actors
+    _import_engines(config)
+    gc.enable()
+    gc.freeze()  # the imports stay, so garbage collection in the actors, which are forks, need not visit them
     os.environ.update(past_proxies(os.environ, config.system.address))  # also for workflows and their programs
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it; then the admin dies with its logger
@@ -117,6 +119,14 @@ def _save_memory() -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only; programs that engines start are not affected
     if set_option is not None:
         set_option(ARENAS_OPTION, ARENAS)
+
+
+def _import_engines(config: LaunchedConfig) -> None:
+    """Import our own engines' modules ahead, but not vLLM, which starts threads, nor a user's, which may change."""
+    modules = {model.engine_class.partition(":")[0] for model in config.models.values() if model.engine_type != "vllm"}
+    for module in modules:
+        if module.startswith("trinity_es."):
+            importlib.import_module(module)
 
 
 def _exit_when_gone(address: str, port: int) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 
 from trinity_es.events.errors import LogNotFound, TrinityError
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.database.database import Database
-from trinity_es.events.store.database.urls import parse_url
 
 __all__ = ["StoreWatch", "end_processes", "owner_gone", "printing_to", "store_gone"]
 
@@ -40,6 +38,10 @@ def store_gone(url: str) -> str:
 
     A database that does not answer counts as one that still exists.
     """
+    # Here, since it imports SQLAlchemy, which would take most of the keeper's memory.
+    from trinity_es.events.store.database.database import Database
+    from trinity_es.events.store.database.urls import parse_url
+
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         path = Path(parsed.database or "").absolute()

@@ -99,8 +99,10 @@ BREAKS = (
     Break(4, "The guardian waits before it starts a runner again, and then does not.", "actors/guardian/actor.py",
           'self.after(pause, f"start:{child.name}", lambda: self.start_again(child))', "pass",
           "main/test_deaths.py::test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again"),
-    Break(4, "The keeper sees the guardian die and does not start the system again.", "trinity_es/system/keeper.py",
-          "new_admin = _start_again(config, admin, this_keeper, claims)", "new_admin = None",
+    Break(4, "The keeper sees the guardian die and does not start the system again.",
+          "trinity_es/system/keeper_start.py",
+          'new_admin = _start_again(config, admin, request["keeper"], claims_of(request["claims"]))',
+          "new_admin = None",
           "main/test_deaths.py::test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_"
           "answer[guardian]"),
     Break(4, "A runner does not send a new coordinator what the dead one never acknowledged.",

@@ -100,6 +100,8 @@ class LaunchedConfig(RunConfig):
     """None on the head."""
     owner: dict[str, Any] | None = None
     """`pid` and `started` of the process whose end also ends the system; None: no such process."""
+    payloads_place: str | None = None
+    """Place of the payloads that the log recorded at the start; None: each process reads it."""
     umask: int = 0o077
     """Umask of the user who started the system."""
 

@@ -35,6 +35,9 @@ BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
 ANNOUNCE_BEATS = 5
 """Interval between two RunnerStatus messages, in heartbeats; from them a coordinator sees which messages were lost."""
+COORDINATOR_BEATS = 2
+"""Interval between two heartbeats to the coordinator, in heartbeats, while they say the same. One of them may get lost
+before `why` calls the runner silent."""
 ASK_SECONDS = 5.0
 """Interval between two requests to the guardian to replace this runner."""
 HANG_SHARE = 0.8
@@ -91,6 +94,8 @@ class Runner(BaseActor):
         self.known: Mark | None = None
         """End of the log, as far as this runner has heard."""
         self.beat_count = 0
+        self.told_heartbeat: messages.Heartbeat | None = None
+        """Last heartbeat to the coordinator."""
         self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """Units that it has, or whose outcomes it keeps."""
@@ -128,7 +133,7 @@ class Runner(BaseActor):
             self.loop_answered_at = now
         self.last_beat_at = now
 
-        def note_answer() -> None:
+        def note_answer() -> None:  # runs in the engine's thread, and only sets a number
             self.loop_answered_at = now
 
         self.engine_side.ping(note_answer)
@@ -146,7 +151,9 @@ class Runner(BaseActor):
             self.name, self.incarnation, os.getpid(), silence, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_side.runs_wait,
         )
-        self.tell(heartbeat)
+        if heartbeat != self.told_heartbeat or self.beat_count % COORDINATOR_BEATS == 0:
+            self.told_heartbeat = heartbeat
+            self.tell(heartbeat)
         self.send(self.guardian, heartbeat)
         self.beat_count += 1
         if self.coordinator is None:

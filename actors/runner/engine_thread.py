@@ -130,7 +130,8 @@ class EngineThread:
         as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
         self.adapters_lock = asyncio.Lock()
-        self.reporter = Reporter(config.store, functools.partial(self.tell, owner.report), log)
+        report = functools.partial(self.tell, owner.report)
+        self.reporter = Reporter(config.store, report, log, config.payloads_place)
         self.report_task: asyncio.Task[None]
         self.journal: Journal | None = None
 
@@ -185,11 +186,11 @@ class EngineThread:
 
     @_on_loop
     def ping(self, answer: Callable[[], None]) -> None:
-        """Have the actor call `answer`, which shows that the loop is not blocked, and check what the loop needs.
+        """Call `answer`, which shows that the loop is not blocked, and check what the loop needs.
 
         A report task that ended is restarted, a dead engine or endpoint ends this runner, overdue units are given up.
         """
-        self.tell(answer)
+        answer()
         if self.is_ending or self.workflows is None:
             return
         if self.report_task.done():

@@ -41,9 +41,11 @@ class Reporter:
     """Store whose calls wait while it is away."""
 
     def __init__(
-        self, store: StoreConfig, report: Callable[[list[UnitOutcome]], None], log: logging.Logger
+        self, store: StoreConfig, report: Callable[[list[UnitOutcome]], None], log: logging.Logger,
+        place: str | None = None,
     ) -> None:
-        self.store, self.report, self.log = store, report, log
+        """`place`: place of the payloads (`open_payloads`)."""
+        self.store, self.report, self.log, self.place = store, report, log, place
         self.trouble = ""
         """Reason why finished units can't be stored now."""
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
@@ -58,7 +60,7 @@ class Reporter:
         """
         store = self.store
         opened = patiently(
-            lambda: open_payloads(store.url, durability=store.durability, patience=STORE_SECONDS),
+            lambda: open_payloads(store.url, place=self.place, durability=store.durability, patience=STORE_SECONDS),
             seconds=store.retry_for,
             tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
         )

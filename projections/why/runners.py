@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 SILENT_SECONDS = 10.0
-"""Seconds without a heartbeat (sent every 2 s) or an answer of the engine's loop after which a runner is silent."""
+"""Seconds without a heartbeat (sent every 4 s) or an answer of the engine's loop after which a runner is silent."""
 AWAITED_SECONDS = 10.0
 """Seconds after which an engine that waits for something external, such as its server, is a problem."""
 LOADING_SECONDS = 300.0

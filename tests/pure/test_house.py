@@ -318,6 +318,15 @@ def test_the_base_imports_without_torch_vllm_and_thespian(what: str) -> None:
     if what != "trinity_es":
         names = [_module(p) for p in _modules("events", "projections")]
     code = BLOCKED.format(blocked={*HEAVY, "thespian"}, names=names)
+    _run(code)
+
+
+def test_the_keeper_lives_without_the_config_and_the_store() -> None:
+    """They would take three quarters of its memory."""
+    _run(BLOCKED.format(blocked={*HEAVY, "sqlalchemy", "pydantic", "numpy"}, names=["trinity_es.system.keeper"]))
+
+
+def _run(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -41,12 +41,13 @@ _FORMER_HEAD_SECONDS = 3.0
 
 
 def launched_config(
-    config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None
+    config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None,
+    payloads_place: str | None = None,
 ) -> LaunchedConfig:
     """Return the config for the system's processes, with values of this process that they can't look up themselves."""
     return LaunchedConfig.model_validate({
         **dict(config), "memory": remembered_log_end.folder(config), "started_in": os.getcwd(), "owner": owner,
-        "host": host,
+        "host": host, "payloads_place": payloads_place,
     })
 
 
@@ -128,9 +129,9 @@ def launch(
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
-    settle_place(config.store.url, config.store.payloads, durability=config.store.durability)
+    place = settle_place(config.store.url, config.store.payloads, durability=config.store.durability)
     code = _run_launcher(config, log_dir, {
-        "config": launched_config(config, owner).plain(),
+        "config": launched_config(config, owner, payloads_place=place).plain(),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "the start of the system"))],
     })

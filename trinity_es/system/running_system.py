@@ -199,9 +199,9 @@ def stopped(config: Config) -> dict[str, Any]:
 
 
 def stop_keeper(config: Config) -> None:
-    """End the keeper, unless it is this process, so that it does not start the system again."""
+    """End the keeper, unless this process starts the system for it, so that it does not start the system again."""
     pid = keeper(config)
-    if pid is not None and pid != os.getpid():
+    if pid is not None and pid != os.getppid():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: keeper(config) is None, 5.0)

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from trinity_es.actors.coordinator.delivery.group_metrics import GroupMetrics
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience, group_by
 from trinity_es.projections.metric_aggregation import aggregate_batch
@@ -61,6 +62,7 @@ class GroupAdvantage:
         _require_level("grpo", std_cal_level)
         self.epsilon, self.std_threshold, self.duplicate_experiences = epsilon, std_threshold, duplicate_experiences
         self.rank_penalty, self.std_cal_level = rank_penalty, std_cal_level
+        self.by_task = std_cal_level == "group" and not duplicate_experiences
 
     def process(self, experiences: list[Experience]) -> Operated:
         """Set the advantages of the tasks that `std_threshold` keeps, and drop or replace the other tasks."""
@@ -79,8 +81,8 @@ class GroupAdvantage:
             for experience, reward in zip(members, rewards, strict=True):
                 _set_advantage("grpo", experience, F32((reward - mean) / scale))
             kept_groups.append(members)
-        metrics = aggregate_batch(group_metrics, prefix=_PREFIX)
-        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept_groups)))
+        filtered_count = float(len(experiences) - sum(map(len, kept_groups)))
+        metrics = GroupMetrics(group_metrics, _PREFIX, filtered_count=filtered_count)
         if self.duplicate_experiences and self.std_threshold is not None:
             kept_groups += _random_copies(kept_groups, len(groups) - len(kept_groups))
         return _flat(kept_groups), metrics
@@ -101,6 +103,7 @@ class GroupAdvantage:
 class ReinforceAdvantage:
     """`reinforce`: the reward itself, without a baseline (Williams 1992). Metric: `group_advantages/reward_mean/..`."""
 
+    by_task = True
     needs = ("reward", "action_mask")
 
     def process(self, experiences: list[Experience]) -> Operated:
@@ -111,7 +114,7 @@ class ReinforceAdvantage:
             rewards = _rewards(members)
             group_metrics.append({"reward_mean": float(_mean(rewards))})
             _set_advantages("reinforce", members, rewards)
-        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
+        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
 
 class OPMDAdvantage:
@@ -122,6 +125,7 @@ class OPMDAdvantage:
     `group_advantages/group_baseline|reward_mean/mean|max|min` over tasks.
     """
 
+    by_task = True
     needs = ("reward", "action_mask")
 
     def __init__(self, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> None:
@@ -144,7 +148,7 @@ class OPMDAdvantage:
                 baseline = mean if self.opmd_baseline == "mean" else self._logavgexp(rewards)
             group_metrics.append({"group_baseline": float(baseline), "reward_mean": float(mean)})
             _set_advantages("opmd", members, [r - baseline for r in rewards])
-        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
+        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
     def _logavgexp(self, rewards: list[np.float32]) -> np.float32:
         """Return tau * (logsumexp(rewards / tau) - log n); the maximum is taken out, so that nothing overflows."""
@@ -162,6 +166,7 @@ class AsymREAdvantage:
     `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
     """
 
+    by_task = True
     needs = ("reward", "action_mask")
 
     def __init__(self, baseline_shift: float = -0.1) -> None:
@@ -177,7 +182,7 @@ class AsymREAdvantage:
             reward_mean = float(baseline) - self.baseline_shift  # as in Trinity-RFT
             group_metrics.append({"group_baseline": float(baseline), "reward_mean": reward_mean})
             _set_advantages("asymre", members, [r - baseline for r in rewards])
-        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
+        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
 
 class RECAdvantage:
@@ -190,6 +195,7 @@ class RECAdvantage:
     `reward_std`, each `/mean|max|min` over tasks.
     """
 
+    by_task = True
     needs = ("reward", "action_mask")
 
     def __init__(
@@ -215,7 +221,7 @@ class RECAdvantage:
             group_metrics.append({
                 "drop_balance": len(excluded) / len(members), "reward_mean": float(mean), "reward_std": float(std),
             })
-        return _flat(groups.values()), aggregate_batch(group_metrics, prefix=_PREFIX)
+        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
     def _excluded(self, tid: str, rewards: list[np.float32]) -> set[int]:
         """Return the indices of a task's rewards that do not count, drawn from those below the mean."""

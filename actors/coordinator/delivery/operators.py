@@ -23,6 +23,7 @@ from trinity_es.actors.coordinator.delivery.advantages import (
     mean_and_std,
     reward_of,
 )
+from trinity_es.actors.coordinator.delivery.group_metrics import GroupMetrics
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience, group_by
 from trinity_es.projections.metric_aggregation import aggregate_batch
@@ -39,6 +40,9 @@ class Operator(Protocol):
 
     It may have `needs`, a tuple of field names: runs with an experience that lacks one of these fields are dropped and
     named before the operator runs, unless all runs lack it.
+
+    It may have `by_task`, true if it looks at one task at a time and returns `GroupMetrics`. If all operators do, a
+    large batch goes through them in parts, twice: for the result, and to write it.
 
     It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` does. The last
     two and `process` may be coroutines. All methods run on one event loop, in one thread.
@@ -89,6 +93,7 @@ class ExperienceOperatorV1:
 class RewardFilter:
     """`reward_filter`: keeps experiences with a reward of at least `threshold`. Metric: `filtered_count`."""
 
+    by_task = True
     needs = ("reward",)
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -96,7 +101,7 @@ class RewardFilter:
 
     def process(self, experiences: list[Experience]) -> Operated:
         kept = [e for e in experiences if reward_of(e) >= self.threshold]
-        return kept, {"filtered_count": float(len(experiences) - len(kept))}
+        return kept, GroupMetrics(filtered_count=float(len(experiences) - len(kept)))
 
 
 class RewardSpreadFilter:
@@ -106,6 +111,7 @@ class RewardSpreadFilter:
     `origin_group_advantages/reward_mean|reward_std/mean|max|min` over all tasks of two experiences or more.
     """
 
+    by_task = True
     needs = ("reward",)
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -125,8 +131,10 @@ class RewardSpreadFilter:
             if population_std > self.threshold:
                 kept.extend(members)
         filtered_count = float(len(experiences) - len(kept))
-        metrics = {"filtered_count": filtered_count, "operator_filtered_count": filtered_count}
-        return kept, metrics | aggregate_batch(group_metrics, prefix="origin_group_advantages")
+        return kept, GroupMetrics(
+            group_metrics, "origin_group_advantages", filtered_count=filtered_count,
+            operator_filtered_count=filtered_count,
+        )
 
 
 class DynamicSampling:
@@ -136,6 +144,8 @@ class DynamicSampling:
     Tasks with one experience are dropped. Source: DAPO (arXiv:2503.14476), section 3.2, as in Trinity-RFT's operator.
     Metrics: `filtered_count`, `dropped_all_correct`, `dropped_all_wrong` (experiences).
     """
+
+    by_task = True
 
     def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
         self.metric_key, self.correct_threshold = metric_key, correct_threshold
@@ -154,10 +164,10 @@ class DynamicSampling:
                 all_right_count += len(members)
             else:
                 all_wrong_count += len(members)
-        return kept, {
-            "filtered_count": float(len(experiences) - len(kept)), "dropped_all_correct": float(all_right_count),
-            "dropped_all_wrong": float(all_wrong_count),
-        }
+        return kept, GroupMetrics(
+            filtered_count=float(len(experiences) - len(kept)), dropped_all_correct=float(all_right_count),
+            dropped_all_wrong=float(all_wrong_count),
+        )
 
     def _score(self, experience: Experience) -> float:
         """Return an experience's metric, or its reward if it lacks that metric. Raises DataError without either."""
@@ -176,6 +186,8 @@ class MaskTruncated:
     `masked_truncated_count`.
     """
 
+    by_task = True
+
     def process(self, experiences: list[Experience]) -> Operated:
         """Set the action mask of truncated responses to false; return all experiences."""
         masked_count = 0
@@ -183,7 +195,7 @@ class MaskTruncated:
             if experience.truncate_status == "response_truncated" and experience.action_mask is not None:
                 experience.action_mask = np.zeros_like(experience.action_mask, dtype=np.bool_)
                 masked_count += 1
-        return experiences, {"masked_truncated_count": float(masked_count)}
+        return experiences, GroupMetrics(masked_truncated_count=float(masked_count))
 
 
 class RewardShaping:
@@ -241,9 +253,11 @@ class RewardShaping:
 class InvalidRewardFilter:
     """`invalid_reward_filter`: drops experiences without a reward; NaN can't occur. Metric: `filtered_count`."""
 
+    by_task = True
+
     def process(self, experiences: list[Experience]) -> Operated:
         kept = [e for e in experiences if e.reward is not None]
-        return kept, {"filtered_count": float(len(experiences) - len(kept))}
+        return kept, GroupMetrics(filtered_count=float(len(experiences) - len(kept)))
 
 
 class Dedup:
@@ -259,6 +273,7 @@ class Dedup:
         if scope not in ("task", "batch"):
             raise ConfigError(f'dedup: scope is {scope!r}, expected "task" or "batch"')
         self.scope = scope
+        self.by_task = scope == "task"
 
     def process(self, experiences: list[Experience]) -> Operated:
         """Keep the first experience of each content, within its task or within the batch."""
@@ -269,7 +284,7 @@ class Dedup:
             if key not in keys:
                 keys.add(key)
                 kept.append(experience)
-        return kept, {"duplicate_count": float(len(experiences) - len(kept))}
+        return kept, GroupMetrics(duplicate_count=float(len(experiences) - len(kept)))
 
 
 class PassRate:

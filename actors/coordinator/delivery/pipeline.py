@@ -15,19 +15,20 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
+from trinity_es.actors.coordinator.delivery.group_metrics import GroupMetrics
 from trinity_es.actors.coordinator.delivery.operators import OPERATORS, Operated, Operator
 from trinity_es.actors.plugin_lookup import build
 from trinity_es.events.errors import ConfigError, DataError, NotFinite, PipelineError
 from trinity_es.events.experience import Experience
 
-__all__ = ["Pipeline", "PipelineResult", "StalenessLimit"]
+__all__ = ["Pipeline", "PipelineResult", "ProcessedPart", "StalenessLimit"]
 
 _PREFIX: Final = "experience_pipeline"
 UNUSABLE: Final = "unusable"
@@ -64,6 +65,22 @@ class PipelineResult:
     """Number of experiences that went in and did not come out."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
     """`eid.uid` of the dropped experiences by operator, UNUSABLE or TOO_OLD; those that dropped none are left out."""
+
+
+@dataclass(slots=True)
+class ProcessedPart:
+    """What the operators made of a part of a batch, or of all of it."""
+
+    experiences: list[Experience]
+    dropped_by: dict[str, list[str]]
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of each operator."""
+    seconds: list[float] = field(default_factory=list)
+    """Duration of each operator."""
+    total_seconds: float = 0.0
+    selected: int = 0
+    """Number of experiences that came out."""
+    dropped: int = 0
 
 
 class Pipeline:
@@ -107,47 +124,85 @@ class Pipeline:
         """
         if not experiences:
             return PipelineResult([], {})
+        passed = self.process(experiences, clock, limit)
+        return self.joined([passed], passed.experiences)
+
+    @property
+    def by_task(self) -> bool:
+        """True if every operator looks at one task at a time, so that a batch can be processed in parts."""
+        return all(getattr(operator, "by_task", False) for _, operator in self._operators)
+
+    def process(
+        self, experiences: list[Experience], clock: Callable[[], float], limit: StalenessLimit | None = None, *,
+        is_part: bool = False,
+    ) -> ProcessedPart:
+        """Take a batch's experiences, or with `is_part` those of some of its tasks, through all operators.
+
+        Otherwise as `run`. A part also fails if none of its runs has a field that an operator `needs`, since runs of
+        other parts may have it.
+        """
         incoming = remaining = Counter(e.eid.uid for e in experiences)
-        dropped_by: dict[str, list[str]] = {}
-        metrics: dict[str, float] = {}
-        counts: dict[str, float] = {}
+        part = ProcessedPart([], {})
         experiences, _ = _without_bad_runs(experiences, Experience.require_finite)
         if lost := remaining - Counter(e.eid.uid for e in experiences):
-            dropped_by[UNUSABLE] = list(lost.elements())
+            part.dropped_by[UNUSABLE] = list(lost.elements())
             remaining = remaining - lost
         if limit is not None and (old := [e.eid.uid for e in experiences if not limit.allows(e)]):
             experiences = [e for e in experiences if limit.allows(e)]
-            dropped_by[TOO_OLD] = old
-            counts[f"{_PREFIX}/{TOO_OLD}/dropped_count"] = float(len(old))
+            part.dropped_by[TOO_OLD] = old
             remaining = remaining - Counter(old)
         began = clock()
         for label, operator in self._operators:
             start = clock()
-            needs = getattr(operator, "needs", ())
-            eligible, _ = _without_bad_runs(experiences, partial(_require_fields, needs))
-            try:
-                self._prepare(label, operator)
-                # If all runs lack what it needs, the operator raises its own error.
-                returned = self._completed(operator.process(eligible or experiences))
-            except Exception as e:  # operators are users' code
-                raise PipelineError(
-                    f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
-                    operator=label, cause=type(e).__name__,
-                ) from e
-            experiences, operator_metrics = _checked(label, returned)
-            for key, value in operator_metrics.items():
-                name_is_taken = f"{_PREFIX}/{key}" in metrics
-                metrics[f"{_PREFIX}/{label}/{key}" if name_is_taken else f"{_PREFIX}/{key}"] = value
+            experiences, operator_metrics = self._operate(label, operator, experiences, is_part)
+            part.metrics.append(operator_metrics)
             after = Counter(e.eid.uid for e in experiences)
             if lost := remaining - after:
-                dropped_by[label] = list(lost.elements())
-                counts[f"{_PREFIX}/{label}/dropped_count"] = float(lost.total())
+                part.dropped_by[label] = list(lost.elements())
             remaining = after
-            counts[f"{_PREFIX}/{label}/time"] = clock() - start
-        dropped = (incoming - remaining).total()
+            part.seconds.append(clock() - start)
+        part.dropped = (incoming - remaining).total()
+        part.total_seconds = clock() - began
+        part.experiences, part.selected = experiences, len(experiences)
+        return part
+
+    def _operate(self, label: str, operator: Operator, experiences: list[Experience], is_part: bool) -> Operated:
+        """Return what an operator makes of these experiences. Raises PipelineError."""
+        eligible, error = _without_bad_runs(experiences, partial(_require_fields, getattr(operator, "needs", ())))
+        try:
+            if is_part and error is not None and not eligible:
+                raise error
+            self._prepare(label, operator)
+            # If all runs lack what it needs, the operator raises its own error.
+            returned = self._completed(operator.process(eligible or experiences))
+        except Exception as e:  # operators are users' code
+            raise PipelineError(
+                f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
+                operator=label, cause=type(e).__name__,
+            ) from e
+        return _checked(label, returned)
+
+    def joined(self, parts: Sequence[ProcessedPart], experiences: list[Experience]) -> PipelineResult:
+        """Return the result of a batch that was processed in these parts; `experiences` are those that it delivers."""
+        metrics: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        dropped_by = {}
+        for cause in (UNUSABLE, TOO_OLD, *(label for label, _ in self._operators)):
+            if lost := [uid for part in parts for uid in part.dropped_by.get(cause, ())]:
+                dropped_by[cause] = lost
+        if TOO_OLD in dropped_by:
+            counts[f"{_PREFIX}/{TOO_OLD}/dropped_count"] = float(len(dropped_by[TOO_OLD]))
+        for number, (label, _) in enumerate(self._operators):
+            for key, value in _joined_metrics(label, [part.metrics[number] for part in parts]).items():
+                name_is_taken = f"{_PREFIX}/{key}" in metrics
+                metrics[f"{_PREFIX}/{label}/{key}" if name_is_taken else f"{_PREFIX}/{key}"] = value
+            if label in dropped_by:
+                counts[f"{_PREFIX}/{label}/dropped_count"] = float(len(dropped_by[label]))
+            counts[f"{_PREFIX}/{label}/time"] = sum(part.seconds[number] for part in parts)
+        dropped = sum(part.dropped for part in parts)
         metrics |= counts
-        metrics[f"{_PREFIX}/time/total"] = clock() - began
-        metrics[f"{_PREFIX}/experience_count"] = float(len(experiences))
+        metrics[f"{_PREFIX}/time/total"] = sum(part.total_seconds for part in parts)
+        metrics[f"{_PREFIX}/experience_count"] = float(sum(part.selected for part in parts))
         metrics[f"{_PREFIX}/dropped_count"] = float(dropped)
         return PipelineResult(experiences, metrics, dropped, dropped_by)
 
@@ -198,6 +253,17 @@ class Pipeline:
             return await returned
 
         return self._loop.run_until_complete(wait())
+
+
+def _joined_metrics(label: str, parts: list[dict[str, float]]) -> dict[str, float]:
+    """Return an operator's metrics over all parts. Raises PipelineError if they can't be joined."""
+    if len(parts) == 1:
+        return parts[0]
+    joinable = [part for part in parts if isinstance(part, GroupMetrics)]
+    if len(joinable) < len(parts):
+        raise PipelineError(f"operator {label} of the experience pipeline works by task, but returned no GroupMetrics",
+                            operator=label)
+    return GroupMetrics.joined(joinable)
 
 
 def _require_fields(names: Iterable[str], experience: Experience) -> None:
@@ -277,4 +343,4 @@ def _checked(label: str, returned: Any) -> Operated:
         metrics[key] = float(value)
         if not math.isfinite(metrics[key]):
             raise operator_error(f"returned metric {key} = {metrics[key]}: only finite numbers can be recorded")
-    return usable, metrics
+    return usable, operator_metrics if isinstance(operator_metrics, GroupMetrics) else metrics

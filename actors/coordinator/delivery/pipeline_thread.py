@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
-from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, StalenessLimit
+from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult, ProcessedPart, StalenessLimit
+from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.payloads.experiences import read_experiences, write_delivered
+from trinity_es.events.store.payloads.experiences import (
+    ExperienceKey,
+    StoredPayloads,
+    key_of,
+    read_experiences,
+    write_delivered,
+)
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 
@@ -55,6 +63,10 @@ class PipelineDone:
 class PipelineThread:
     """Pipeline that runs jobs one at a time, in the order of `run`, so operators need not be thread-safe."""
 
+    most_at_once, part_size = 32_768, 4096
+    """Number of experiences beyond which a batch is processed in parts, since that takes half as much CPU again; and
+    rough number of experiences in a part."""
+
     def __init__(
         self, operators: list[dict[str, Any]], payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
         models: Callable[[], Mapping[str, list[Any]]] = dict,
@@ -92,27 +104,107 @@ class PipelineThread:
         self._post(lambda: job.done(result))
 
     def _process(self, job: PipelineJob) -> PipelineDone:
+        """Process a job in parts if it is large and its operators look at one task at a time, otherwise as a whole."""
+        if self._pipeline.by_task and job.prepare is None and sum(ref.count for ref in job.refs) > self.most_at_once:
+            with suppress(Exception):  # a part may fail where the whole batch loses some runs
+                return self._process_parts(job)
+        return self._process_whole(job)
+
+    def _process_whole(self, job: PipelineJob) -> PipelineDone:
         """Read a job's experiences, run the operators, and write what is left if that is enough."""
         payload_bytes: dict[str, bytes] = {}  # of the payloads to which delivered experiences may refer, by digest
         experiences = read_experiences(self._payloads, job.refs, payload_bytes if job.may_refer else None)
         if job.prepare is not None:
             job.prepare(experiences)
-        experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
+        experiences.sort(key=_place)
         task_by_uid = {e.eid.uid: e.eid.task for e in experiences}
         result = self._pipeline.run(experiences, time.perf_counter, job.limit)
-        usable_tasks = {e.eid.task for e in result.experiences}
-        cause_by_task = {
-            task_by_uid[uid]: cause for cause, uids in result.dropped_by.items() for uid in uids if uid in task_by_uid
-        }
-        lost_counts = Counter(cause for task, cause in cause_by_task.items() if task not in usable_tasks)
+        summary = _Summary()
+        summary.add(task_by_uid, result.experiences, result.dropped_by)
+        del experiences
         refs: list[PayloadRef] = []
-        if len(usable_tasks) >= job.min_groups:
+        if summary.usable >= job.min_groups:
             refs = write_delivered(self._payloads, result.experiences, payload_bytes)
+        return summary.done(result, refs)
+
+    def _process_parts(self, job: PipelineJob) -> PipelineDone:
+        """Do the same part by part, so that memory holds one part: once for the result, and again to write it."""
+        summary, processed, keys = _Summary(), list[ProcessedPart](), list[ExperienceKey]()
+        for experiences in self._parts(job):
+            task_by_uid = {e.eid.uid: e.eid.task for e in experiences}
+            part = self._pipeline.process(experiences, time.perf_counter, job.limit, is_part=True)
+            summary.add(task_by_uid, part.experiences, part.dropped_by)
+            keys += map(key_of, part.experiences)
+            part.experiences = []
+            processed.append(part)
+        refs: list[PayloadRef] = []
+        if summary.usable >= job.min_groups:
+            again = (self._pipeline.process(part, time.perf_counter, job.limit, is_part=True).experiences
+                     for part in self._parts(job))
+            raw = StoredPayloads(self._payloads, (ref.digest for ref in job.refs if job.may_refer))
+            refs = write_delivered(self._payloads, chain.from_iterable(again), raw, keys)
+        return summary.done(self._pipeline.joined(processed, []), refs)
+
+    def _parts(self, job: PipelineJob) -> Iterator[list[Experience]]:
+        """Yield the experiences of a job in parts of whole tasks, in order. Raises DataError if `refs` are not."""
+        kept: list[Experience] = []  # of the last task, of which the next refs may have more
+        for refs in _stretches_of(job.refs, self.part_size):
+            last_task: Any = kept[-1].eid.task if kept else None
+            kept += read_experiences(self._payloads, refs)
+            kept.sort(key=_place)
+            if last_task is not None and kept and kept[0].eid.task < last_task:
+                raise DataError("the tasks of this batch are not in order")
+            part = [e for e in kept if e.eid.task != kept[-1].eid.task]
+            kept = kept[len(part):]
+            if part:
+                yield part
+            del part
+        yield kept
+
+
+class _Summary:
+    """Counts of what the operators left of a batch, part by part."""
+
+    def __init__(self) -> None:
+        self.selected = self.usable = 0
+        self._lost_counts: Counter[str] = Counter()
+        self._stretches: list[tuple[int, int]] = []
+
+    def add(
+        self, task_by_uid: Mapping[str, int | str], experiences: list[Experience], dropped_by: Mapping[str, list[str]]
+    ) -> None:
+        """Add a part with these tasks, of which these experiences are left."""
+        usable_tasks = {e.eid.task for e in experiences}
+        cause_by_task = {
+            task_by_uid[uid]: cause for cause, uids in dropped_by.items() for uid in uids if uid in task_by_uid
+        }
+        self._lost_counts.update(cause for task, cause in cause_by_task.items() if task not in usable_tasks)
+        self.usable += len(usable_tasks)
+        self.selected += len(experiences)
+        for count, version in _version_stretches(experiences):
+            if self._stretches and self._stretches[-1][1] == version:
+                count += self._stretches.pop()[0]
+            self._stretches.append((count, version))
+
+    def done(self, result: PipelineResult, refs: list[PayloadRef]) -> PipelineDone:
+        """Return the job's result."""
         return PipelineDone(
-            metrics=result.metrics, refs=refs, selected=len(result.experiences), dropped=result.dropped,
-            dropped_by=result.dropped_by, model_versions=_version_stretches(result.experiences),
-            usable=len(usable_tasks), lost_counts=dict(lost_counts),
+            metrics=result.metrics, refs=refs, selected=self.selected, dropped=result.dropped,
+            dropped_by=result.dropped_by, model_versions=self._stretches, usable=self.usable,
+            lost_counts=dict(self._lost_counts),
         )
+
+
+def _stretches_of(refs: list[PayloadRef], size: int) -> Iterator[list[PayloadRef]]:
+    """Yield consecutive refs with some `size` experiences each time."""
+    numbers = accumulate((ref.count for ref in refs), initial=0)
+    for _, stretch in groupby(zip(refs, numbers, strict=False), lambda pair: pair[1] // size):
+        yield [ref for ref, _ in stretch]
+
+
+def _place(e: Experience) -> tuple[Any, int, int]:
+    """Return the key by which a batch's experiences are sorted."""
+    return e.eid.task, e.eid.run, e.eid.step
 
 
 def _version_stretches(experiences: list[Experience]) -> list[tuple[int, int]]:

@@ -7,8 +7,9 @@ differences. It refers only to payloads of its own batch, which `store.retention
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
@@ -19,7 +20,10 @@ from trinity_es.events.payload_format import Payload, decoding, encode
 from trinity_es.events.store.payloads.payload_store import PayloadStore, inline, inlined
 from trinity_es.events.vocabulary import PayloadRef
 
-__all__ = ["ExperienceReader", "read_columns", "read_experiences", "sources_of", "write_delivered"]
+__all__ = [
+    "ExperienceKey", "ExperienceReader", "StoredPayloads", "key_of", "read_columns", "read_experiences", "sources_of",
+    "write_delivered",
+]
 
 PER_PAYLOAD = 1024
 """Number of experiences in one payload of delivered ones."""
@@ -29,6 +33,8 @@ LEAST_SHARE = 0.5
 """Minimum share of a raw payload's experiences to refer to it, since readers must read all of it."""
 
 Fields = dict[str, Any]
+ExperienceKey = tuple[Any, ...]
+"""Batch, task, run, step and suffix of an experience's id."""
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -137,39 +143,60 @@ def _name_payload(digest: str) -> Iterator[None]:
 
 # --- writing --------------------------------------------------------------------------------------------------------
 def write_delivered(
-    payloads: PayloadStore, experiences: Sequence[Experience], raw: Mapping[str, bytes]
+    payloads: PayloadStore, experiences: Iterable[Experience], raw: Mapping[str, bytes],
+    keys: Sequence[ExperienceKey] | None = None,
 ) -> list[PayloadRef]:
     """Write experiences that were made from those in the `raw` payloads; return references to them.
 
     The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long; a small one is in its
-    reference itself. If `raw` is {}, the new payloads are complete and in the store.
+    reference itself. If `raw` is {}, the new payloads are complete and in the store. `keys`: of all `experiences`, if
+    these are made only while they are written.
     """
-    originals = _Originals(raw, experiences)
+    if keys is None:
+        experiences = list(experiences)
+        keys = [*map(key_of, experiences)]
+    originals, rest = _Originals(raw, keys), iter(experiences)
     refs = []
-    for first in range(0, len(experiences), PER_PAYLOAD):
-        chunk = experiences[first : first + PER_PAYLOAD]
+    while chunk := list(islice(rest, PER_PAYLOAD)):
         data = originals.encode(chunk)
         name = inline(data) if raw and len(data) <= INLINE_BYTES else payloads.put(data)
         refs.append(PayloadRef(digest=name, first=0, count=len(chunk)))
     return refs
 
 
+class StoredPayloads(Mapping[str, bytes]):
+    """Payloads by digest, which are read when they are needed."""
+
+    def __init__(self, payloads: PayloadStore, digests: Iterable[str]) -> None:
+        self._payloads, self._digests = payloads, dict.fromkeys(digests)
+
+    def __getitem__(self, digest: str) -> bytes:
+        return self._payloads.get(digest)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._digests)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+
 class _Originals:
     """Raw experiences that delivered ones may refer to."""
 
-    def __init__(self, raw: Mapping[str, bytes], experiences: Sequence[Experience]) -> None:
-        self._payloads = {digest: Payload(data, checked=True) for digest, data in raw.items()}
-        self._fields: dict[str, list[Fields]] = {}
-        raw_places = {
-            tuple(item["eid"]): (digest, number)
-            for digest, payload in self._payloads.items() if not payload.sources
-            for number, item in enumerate(payload.items)
-        }
-        delivered = {key: raw_places[key] for e in experiences if (key := _key(e)) in raw_places}
-        delivered_counts = Counter(digest for digest, _ in delivered.values())
+    def __init__(self, raw: Mapping[str, bytes], keys: Sequence[ExperienceKey]) -> None:
+        self._raw = raw
+        self._opened: dict[str, tuple[Payload, list[Fields]]] = {}
+        raw_places: dict[ExperienceKey, tuple[str, int]] = {}
+        sizes = {}
+        for digest in raw:  # opened one by one, and again when needed, since a batch may be large
+            payload = Payload(raw[digest], checked=True)
+            sizes[digest] = len(payload.items)
+            if not payload.sources:
+                raw_places |= {tuple(item["eid"]): (digest, number) for number, item in enumerate(payload.items)}
+        self._places = {key: raw_places[key] for key in keys if key in raw_places}
+        delivered_counts = Counter(digest for digest, _ in self._places.values())
         self._left = {digest: count for digest, count in delivered_counts.items()
-                      if count >= LEAST_SHARE * len(self._payloads[digest].items)}
-        self._places = {key: place for key, place in delivered.items() if place[0] in self._left}
+                      if count >= LEAST_SHARE * sizes[digest]}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
         """Return a payload of these experiences.
@@ -180,33 +207,32 @@ class _Originals:
         items, arrays = [], []
         for e in experiences:
             item, fields = e.item(), e.__dict__
-            place = self._places.pop(_key(e), None)
-            if place is not None:
+            place = self._places.pop(key_of(e), None)
+            if place is not None and place[0] in self._left:
                 digest, number = place
                 base_place = (sources.setdefault(digest, len(sources)), number)
-                base_item = self._payloads[digest].items[number]
-                item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, base_place)
+                payload, base_fields = self._open(digest)
+                item, fields = difference(fields, item, base_fields[number], payload.items[number], base_place)
                 self._release(digest)
             items.append(item)
             arrays.append(fields)
         return encode(items, columns_of(arrays), list(sources))
 
-    def _fields_of(self, digest: str) -> list[Fields]:
-        """Return the fields of all experiences of a raw payload, which is decoded once."""
-        if digest not in self._fields:
-            payload = self._payloads[digest]
-            decoder = Decoder()
+    def _open(self, digest: str) -> tuple[Payload, list[Fields]]:
+        """Return a raw payload and the fields of all its experiences, which are decoded once."""
+        if digest not in self._opened:
+            payload, decoder = Payload(self._raw[digest], checked=True), Decoder()
             decoder.add(payload, range(len(payload.items)), {})
-            self._fields[digest] = fields_of(decoder.decoded())
-        return self._fields[digest]
+            self._opened[digest] = payload, fields_of(decoder.decoded())
+        return self._opened[digest]
 
     def _release(self, digest: str) -> None:
         """Count a comparison with a payload, and free it after the last one, since a batch may be large."""
         self._left[digest] -= 1
         if not self._left[digest]:
-            del self._payloads[digest], self._fields[digest]
+            del self._opened[digest]
 
 
-def _key(e: Experience) -> tuple[Any, ...]:
+def key_of(e: Experience) -> ExperienceKey:
     """Return the parts of an experience's id, in the order of an item's `eid`."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

@@ -54,14 +54,16 @@ LEAST_MAPPED = 2**18
 
 
 def open_payloads(
-    url: str, *, create: bool = True, durability: Durability = "power", patience: float = 20.0
+    url: str, *, place: str | None = None, create: bool = True, durability: Durability = "power",
+    patience: float = 20.0,
 ) -> PayloadStore:
     """Return the payload store of the log at `url`. Without `create`, raises LogNotFound if there is none.
 
-    `patience`: seconds for which each call waits out a lost connection, or a store that is away. Raises ConfigError and
-    LogUnavailable for a place that can't be used.
+    `place`: the place that the log records; None: it is read. `patience`: seconds for which each call waits out a lost
+    connection, or a store that is away. Raises ConfigError and LogUnavailable for a place that can't be used.
     """
-    place = recorded_place(url, patience=patience)
+    if place is None:
+        place = recorded_place(url, patience=patience)
     create = create and not place  # if its folder is missing, it may be a share that is not mounted
     return open_place(url, place, create=create, durability=durability, patience=patience)
 
@@ -86,9 +88,10 @@ def open_place(
     return rows
 
 
-def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> None:
+def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> str:
     """Record `wanted`, the config's `store.payloads`, as the place of a log without payloads; check the recorded one.
 
+    Return the place: processes that get it need not open the database of a SQLite log, which costs each some 4 MB.
     A store that is only away is no error here, since whoever uses it waits for it. Raises ConfigError if the payloads
     are at another place or belong to another log, and for a place that can't be used; LogUnavailable.
     """
@@ -108,12 +111,14 @@ def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> 
             new_place = database.read(lambda c: place_below(c, wanted))
             open_place(url, new_place, create=True, durability=durability).close()
             database.write(lambda c: write_place(database, c, new_place))
-        elif place:
+            return new_place
+        if place:
             try:
                 open_place(url, place, create=False, patience=0.0).close()
             except LogUnavailable as e:
                 if not is_transient(e):
                     raise
+        return place
 
 
 def _require_no_payloads(url: str, place: str, wanted: str) -> None:

@@ -12,7 +12,8 @@ import pytest
 from tests.helpers.faults import rewind
 from tests.helpers.logs import dropped
 from trinity_es.events.errors import LogRewound
-from trinity_es.events.store.checks.log_end import HERE, SIZE, Claim, Mark, Memory, accepted, lost_between
+from trinity_es.events.store.checks.host_memory import SIZE
+from trinity_es.events.store.checks.log_end import HERE, Claim, Mark, Memory, accepted, lost_between
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import RewindAccepted

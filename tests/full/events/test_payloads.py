@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import subprocess
 import sys
 import threading
@@ -18,8 +19,11 @@ from tests.helpers.any_experience import small
 from tests.helpers.fixtures.stores import BACKENDS
 from tests.helpers.paths import ROOT
 from tests.helpers.s3_server import BUCKET
+from trinity_es.actors.config.run_sections import StoreConfig
+from trinity_es.actors.runner.unit_reports import Reporter
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 from trinity_es.events.experience import EID, Experience
+from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.experiences import read_columns, read_experiences, write_delivered
@@ -53,6 +57,23 @@ def store(store_url: str) -> Iterator[PayloadStore]:
     store = open_payloads(store_url)
     yield store
     store.close()
+
+
+def test_a_process_that_got_the_place_at_its_start_does_not_open_a_sqlite_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    for name, wanted in {"moved.db": f"file://{tmp_path}/shared", "beside.db": ""}.items():
+        url = f"sqlite:///{tmp_path / name}"
+        EventLog.open(url, create=True, durability="process").close()
+        place = settle_place(url, wanted)
+        assert settle_place(url, wanted) == place == recorded_place(url, patience=1.0)
+        digest = open_payloads(url).put(b"tokens")
+        reporter = Reporter(StoreConfig(url=url), lambda outcomes: None, logging.getLogger(), place)
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "__init__", lambda *_, **__: pytest.fail("the log was opened"))
+            reporter.open()
+        assert reporter.payloads.get(digest) == b"tokens"
 
 
 @pytest.mark.parametrize("data", [b"", b"\0\xff" * 10, b"x" * 3_000_000])

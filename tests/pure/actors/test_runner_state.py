@@ -80,20 +80,26 @@ def test_p14_the_table_has_a_line_a_runner() -> None:
     ]
 
 
-@pytest.mark.parametrize(("answers", "silent"), [(True, [0.0, 0.0, 0.0, 0.0]), (False, [0.0, 0.0, 2.006, 4.009])])
-def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(answers: bool, silent: list[float]) -> None:
+@pytest.mark.parametrize(("answers", "silent", "to_coordinator"), [
+    (True, [0.0, 0.0, 0.0, 0.0], [0.0, 0.0]), (False, [0.0, 0.0, 2.006, 4.009], [0.0, 2.006, 4.009]),
+])
+def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(
+    answers: bool, silent: list[float], to_coordinator: list[float]
+) -> None:
+    """The guardian gets every heartbeat, the coordinator those that say something new, and every second of the rest."""
     now = [100.0]
     side = SimpleNamespace(waits_for="", runs_wait="", loop=SimpleNamespace(playing=lambda: None),
                            reporter=SimpleNamespace(trouble=""),
                            ping=lambda answered: answered() if answers else None)
-    told: list[float] = []
+    told: dict[str, list[float]] = {"guardian": [], "coordinator": []}
     runner: Any = SimpleNamespace(
         now=lambda: now[0], after=lambda *_: None, beat=None, loop_answered_at=100.0, last_beat_at=100.0,
         engine_side=side, config=SimpleNamespace(system=SimpleNamespace(hang_timeout=60.0)), final_report=None,
-        name="runner-0", incarnation=1, epoch=1, tell=lambda beat: told.append(round(beat.silent, 3)),
-        send=lambda *_: None, guardian=None, beat_count=0, coordinator=None,
+        name="runner-0", incarnation=1, epoch=1, told_heartbeat=None, beat_count=0, coordinator=None,
+        tell=lambda beat: told["coordinator"].append(round(beat.silent, 3)),
+        send=lambda to, beat: told[to].append(round(beat.silent, 3)), guardian="guardian",
     )
     for _ in silent:
         Runner.beat(runner)
         now[0] += BEAT_SECONDS + 0.003
-    assert told == silent
+    assert told == {"guardian": silent, "coordinator": to_coordinator}

@@ -11,33 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.any_experience import eids, experiences, small
+from tests.helpers.payloads_in_memory import Memory, put
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.payload_format import Payload
 from trinity_es.events.store.payloads import experiences as stored
 from trinity_es.events.store.payloads.experiences import ExperienceReader, read_experiences, write_delivered
-from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of
 from trinity_es.events.vocabulary import PayloadRef
 
 SIZE = 2000
-
-
-class Memory(PayloadStore):
-    """A payload store, as far as experiences need one."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-        self.asked: list[str] = []
-
-    def put(self, data: bytes) -> str:
-        self.held[digest_of(data)] = data
-        return digest_of(data)
-
-    def get(self, digest: str) -> bytes:
-        self.asked.append(digest)
-        if digest not in self.held:
-            raise PayloadNotFound(f"no payload {digest} in memory", digest=digest)
-        return self.held[digest]
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +37,6 @@ def made(n: int, task: int = 0) -> list[Experience]:
         )
         for run in range(n)
     ]
-
-
-def put(store: Any, *groups: list[Experience]) -> list[PayloadRef]:
-    return [PayloadRef(digest=store.put(Experience.serialize_many(g)), first=0, count=len(g)) for g in groups]
 
 
 def raw_in(*groups: list[Experience]) -> tuple[Any, list[PayloadRef], list[Experience], dict[str, bytes]]:
