@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.helpers.recorded_engine import Marked, Recorder
@@ -149,6 +149,7 @@ BYTES = st.lists(st.lists(st.sampled_from("aé好🦉".encode()), min_size=1, ma
 
 
 @given(BYTES, BYTES)
+@example([[0xC3], [97]], [[0xA9, 97], [97]])  # the two bytes of é
 def test_the_text_of_a_prompt_is_that_of_all_its_ids_wherever_an_answer_ends(
     asks: list[list[int]], answers: list[list[int]]
 ) -> None:

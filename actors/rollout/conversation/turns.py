@@ -190,9 +190,10 @@ class Turns:
         return "" if "\ufffd" in last or turn.text.endswith(last) else last
 
     def text_through(self, turn: Turn) -> str | None:
-        """Return the text of a turn's prompt and answer; None if it is unknown, or may end within a character."""
-        text = None if turn.prompt_text is None else turn.prompt_text + self._decoded_texts(turn)[0]
-        return None if text is None or text.endswith("\ufffd") else text
+        """Return the text of a turn's prompt and answer; None if it is unknown, or one may end within a character."""
+        texts = [turn.prompt_text, self._decoded_texts(turn)[0]]
+        known = [text for text in texts if text is not None and not text.endswith("\ufffd")]
+        return "".join(known) if len(known) == 2 else None
 
     def _decoded_texts(self, turn: Turn) -> tuple[str, str]:
         """Return the text of an answer's tokens with special tokens, and that of all but its last token."""
