@@ -72,16 +72,18 @@ class Remembering(Conversing):
     ) -> list[Experience]:
         """Keep the answers to request `number`; returns their experiences. `rendered`: a chat's prompt as text."""
         previous_turns: dict[int, Turn | None] = {}  # by `id` of the prompt, which answers to one request share
+        for completion, experience in answers:  # before any is recorded, which another would then not follow
+            assert experience.tokens is not None
+            if id(completion.prompt_token_ids) not in previous_turns:
+                prompt = experience.tokens[: experience.prompt_length]
+                previous_turns[id(completion.prompt_token_ids)] = self.turns.turn_before(prompt)
         turns = []
         for completion, experience in answers:
-            assert experience.tokens is not None
             prompt, sampled = np.split(experience.tokens, [experience.prompt_length])
-            key = id(completion.prompt_token_ids)
-            if key not in previous_turns:
-                previous_turns[key] = self.turns.turn_before(prompt)
             turns.append((experience, self.turns.record(
                 rendered, prompt, sampled, experience.logprobs, completion.text, dict(experience.info),
-                previous_turns[key], is_cut=completion.finish_reason == "length", prompt_text=experience.prompt_text,
+                previous_turns[id(completion.prompt_token_ids)], is_cut=completion.finish_reason == "length",
+                prompt_text=experience.prompt_text,
             )))
         self._history[number] = turns
         if rendered is not None and answers:
