@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.payloads.payload_store import inlined
+from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.events.values import batch_stream
 
 __all__ = ["EXPERIENCES", "experience_digests", "freed_positions"]
@@ -40,7 +40,7 @@ def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
                 if event.payload is not None:
                     digests.add(event.payload.digest)
             case ev.BatchFinalized() | ev.ExperiencesProcessed() as event:
-                digests |= {ref.digest for ref in event.experiences if inlined(ref.digest) is None}
+                digests |= {ref.digest for ref in event.experiences if not is_inline(ref.digest)}
             case ev.AttemptKept() as event:
                 digests.add(event.payload)
     return digests

@@ -13,7 +13,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.checks.verify import Problems
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.payloads.payload_store import inlined
+from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
@@ -53,7 +53,7 @@ class Needs:
 
     def _insert(self, rows: Sequence[tuple[str, str, str | None, int, int | None]]) -> None:
         """Add rows of (digest, owner, stream, position, task) to the needed payloads, if a store keeps them."""
-        stored = [row for row in rows if inlined(row[0]) is None]
+        stored = [row for row in rows if not is_inline(row[0])]
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", stored)
 
     def way_out(self, digest: str) -> str:

@@ -17,7 +17,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of, source_numbers
 from trinity_es.events.payload_format import Payload, decoding, encode
-from trinity_es.events.store.payloads.payload_store import PayloadStore, inline, inlined
+from trinity_es.events.store.payloads.payload_store import PayloadStore, inline, inlined, is_inline
 from trinity_es.events.vocabulary import PayloadRef
 
 __all__ = [
@@ -94,9 +94,9 @@ class _Opened:
         """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
         new_digests = list[str]()
         for digest in dict.fromkeys(digests):
-            if (held_bytes := inlined(digest)) is not None:
+            if is_inline(digest):
                 with decoding():
-                    self.payloads[digest] = Payload(held_bytes)
+                    self.payloads[digest] = Payload(inlined(digest))
             elif digest not in self.payloads:
                 new_digests.append(digest)
         for digest, data in zip(new_digests, self._store.get_all(new_digests, mapped=self._mapped), strict=True):

@@ -12,7 +12,9 @@ from typing import Protocol, TypeVar
 
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 
-__all__ = ["DIGEST", "Buffer", "PayloadStore", "digest_of", "inline", "inlined", "not_found", "require_digest"]
+__all__ = [
+    "DIGEST", "Buffer", "PayloadStore", "digest_of", "inline", "inlined", "is_inline", "not_found", "require_digest",
+]
 
 Bytes = TypeVar("Bytes", bytes, mmap.mmap)
 Buffer = bytes | mmap.mmap
@@ -86,10 +88,13 @@ def inline(data: bytes) -> str:
     return _INLINE + base64.b64encode(data).decode()
 
 
-def inlined(name: str) -> bytes | None:
-    """Return the bytes that a name of `inline` holds; None for a digest. Raises CorruptPayload."""
-    if not name.startswith(_INLINE):
-        return None
+def is_inline(name: str) -> bool:
+    """Return True for a name of `inline`, False for a digest."""
+    return name.startswith(_INLINE)
+
+
+def inlined(name: str) -> bytes:
+    """Return the bytes that a name of `inline` holds. Raises CorruptPayload."""
     try:
         return base64.b64decode(name[len(_INLINE) :], validate=True)
     except binascii.Error as e:

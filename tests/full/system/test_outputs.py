@@ -156,8 +156,8 @@ def test_p29_payloads_that_are_gone_are_given_up_and_the_next_batch_is_written(
     (mine / "full").touch()
     generate(client, 1)
     wait_until(lambda: of_output(client, "Moody", "OutputFailed"), "the failure to be in the log")
-    for ref in client.batch(1).experiences:
-        client._payloads.delete(ref.digest)
+    for task in client.batch(1).tasks:
+        client._payloads.delete(task.payloads[0].digest)
     (mine / "full").unlink()
     generate(client, 2)
     wait_written(client, "Moody", 1)
