@@ -34,6 +34,7 @@ from benchmarks.dispatch import Bench, check_experiences
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.projections.verify.log import verify_log
 
 SIZES = {512: 1024, 8192: 192}
@@ -107,7 +108,8 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     bench.one(count, tokens=tokens, reward=reward_of)
     client, batch_id = bench.client, bench.next_id
     made = {name: size for name, size in store.files().items() if name not in before}
-    delivered_size = sum(made[ref.digest] for ref in client.batch(batch_id).experiences)
+    names = [ref.digest for ref in client.batch(batch_id).experiences]
+    delivered_size = sum(len(name) if is_inline(name) else made[name] for name in names)
     delivered_now = list(client.experiences(batch_id))
     if client.columns(batch_id).experiences() != delivered_now:
         raise SystemExit("columns have other experiences than are delivered one by one")
