@@ -106,8 +106,7 @@ class TestAppend:
         self, log: EventLog, open_log: Open, count: int
     ) -> None:
         write(log, "a", 0, *range(5))
-        hash_there = "(SELECT hash FROM es_event WHERE position = {0})"
-        head = f"UPDATE es_log_head SET last_position = {{0}}, last_hash = {hash_there}"
+        head = "UPDATE es_log_head SET last_position = {0}, last_hash = (SELECT hash FROM es_event WHERE position = {0})"
         with log.engine.begin() as connection:
             connection.execute(text(head.format(4)))
         with open_log() as other:  # it has seen nothing, so only the place in the table tells
@@ -117,8 +116,7 @@ class TestAppend:
                 connection.execute(text(head.format(5)))
             assert other.streams() == [("a", 5)]
             write(other, "b", 0, *range(count))  # its connection is as good as before
-            assert [r.event for r in other.read(stream="b")] == trained(*range(count))
-            assert other.verify() == []
+            assert ([r.event for r in other.read(stream="b")], other.verify()) == (trained(*range(count)), [])
 
     def test_an_event_that_can_not_be_read_back_is_not_written(self, log: EventLog) -> None:
         with pytest.raises(InvalidEvent, match=r"BatchTrained.step"):
