@@ -106,14 +106,14 @@ class TestAppend:
         self, log: EventLog, open_log: Open, count: int
     ) -> None:
         write(log, "a", 0, *range(5))
-        head = "UPDATE es_log_head SET last_position = {0}, last_hash = (SELECT hash FROM es_event WHERE position = {0})"
+        move = "UPDATE es_log_head SET last_position = {0}, last_hash = (SELECT hash FROM es_event WHERE position={0})"
         with log.engine.begin() as connection:
-            connection.execute(text(head.format(4)))
+            connection.execute(text(move.format(4)))
         with open_log() as other:  # it has seen nothing, so only the place in the table tells
             with pytest.raises(LogCorrupt, match=r"near position .*es_event"):
                 write(other, "b", 0, *range(count))
             with log.engine.begin() as connection:
-                connection.execute(text(head.format(5)))
+                connection.execute(text(move.format(5)))
             assert other.streams() == [("a", 5)]
             write(other, "b", 0, *range(count))  # its connection is as good as before
             assert ([r.event for r in other.read(stream="b")], other.verify()) == (trained(*range(count)), [])
