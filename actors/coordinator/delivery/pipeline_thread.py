@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby
 from typing import Any
@@ -106,8 +106,11 @@ class PipelineThread:
     def _process(self, job: PipelineJob) -> PipelineDone:
         """Process a job in parts if it is large and its operators look at one task at a time, otherwise as a whole."""
         if self._pipeline.by_task and job.prepare is None and sum(ref.count for ref in job.refs) > self.most_at_once:
-            with suppress(Exception):  # a part may fail where the whole batch loses some runs
+            try:
                 return self._process_parts(job)
+            except Exception as e:  # a part may fail where the whole batch loses some runs
+                log = logging.getLogger("trinity_es.pipeline")  # not at import: Thespian silences existing loggers
+                log.warning("a batch goes through the pipeline as a whole, since a part of it failed: %s", e)
         return self._process_whole(job)
 
     def _process_whole(self, job: PipelineJob) -> PipelineDone:

@@ -92,13 +92,11 @@ class _Opened:
 
     def open(self, digests: Sequence[str], kept: dict[str, bytes] | None = None) -> None:
         """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
-        new_digests = list[str]()
-        for digest in dict.fromkeys(digests):
-            if is_inline(digest):
-                with decoding():
-                    self.payloads[digest] = Payload(inlined(digest))
-            elif digest not in self.payloads:
-                new_digests.append(digest)
+        new_names = [name for name in dict.fromkeys(digests) if name not in self.payloads]
+        for name in filter(is_inline, new_names):
+            with decoding():
+                self.payloads[name] = Payload(inlined(name))
+        new_digests = [name for name in new_names if not is_inline(name)]
         for digest, data in zip(new_digests, self._store.get_all(new_digests, mapped=self._mapped), strict=True):
             if kept is not None:
                 kept[digest] = bytes(data)
