@@ -68,11 +68,13 @@ def test_an_error_of_a_trainer_names_it_and_the_step() -> None:
     with pytest.raises(TypeError) as other:
         learn(Fails(TypeError("no number")), 3, ONE)
     assert [note.endswith("Fails.step raised it in step 3") for note in other.value.__notes__] == [True]
-    error = ConfigError("no such layer")
-    with pytest.raises(ConfigError):
-        learn(Fails(error), 3, ONE)
-    said = str(one_line(error))
-    assert re.fullmatch(r"no such layer - tests\.pure\.test_trainer:\S+Fails\.step raised it in step 3", said)
+    for error in (ConfigError("no such layer"), OSError("no such layer")):
+        with pytest.raises(type(error)):
+            learn(Fails(error), 3, ONE)
+        said = str(one_line(error))
+        assert re.fullmatch(r"no such layer - tests\.pure\.test_trainer:\S+Fails\.step raised it in step 3", said)
+    with pytest.raises(RuntimeError, match="StopIteration in step 3"):
+        learn(Fails(StopIteration()), 3, ONE)
 
 
 def test_more_metrics_than_a_step_may_have_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

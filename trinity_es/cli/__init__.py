@@ -130,9 +130,15 @@ class _Group(TyperGroup):
 
 
 def _one_line(error: Exception) -> str | None:
-    """Return the line for an error that users can cause; None for a bug."""
+    """Return the line for an error that users can cause, with its notes; None for a bug."""
+    message = _message(error)
+    return None if message is None else " - ".join([message, *getattr(error, "__notes__", ())])
+
+
+def _message(error: Exception) -> str | None:
+    """Return the message of an error that users can cause; None for a bug."""
     if isinstance(error, TrinityError):
-        return " - ".join([error.message, *getattr(error, "__notes__", ())])
+        return error.message
     if isinstance(error, FileNotFoundError) and not error.filename and _folder_is_gone():
         return (f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one")
     if isinstance(error, OSError):  # TimeoutError is one

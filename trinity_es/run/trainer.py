@@ -50,6 +50,8 @@ def learn(trainer: Trainer, step: int, experiences: ExperienceColumns) -> dict[s
         step_result: Any = trainer.step(experiences) if experiences else {}
     except Exception as e:
         e.add_note(f"{type(trainer).__module__}:{type(trainer).__qualname__}.step raised it in step {step}")
+        if isinstance(e, StopIteration):  # no thread can pass it on, and the run would wait for it forever
+            raise RuntimeError(f"the trainer raised StopIteration in step {step}") from e
         raise
     if not isinstance(step_result, Mapping):
         if step_result is not None:

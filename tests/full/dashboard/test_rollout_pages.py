@@ -80,7 +80,7 @@ def test_a_rollout_shows_text_tokens_reward_advantage_and_where_it_comes_from(sa
     text = seen(sample, f"/rollout?id=30&task={row.task}&run={row.run}")
     assert row.payload is not None
     for told in (
-        e.prompt_text, e.response_text, e.eid.uid, row.payload.digest, found.delivered[e.eid.uid].digest[:64],
+        e.prompt_text, e.response_text, e.eid.uid, row.payload.digest, "differences in the event itself",
         f"{e.reward:.4f}", f"{e.advantages[0]:.5g}", f"{row.runner} #{row.incarnation}, attempt {row.attempt}",
         f"position {row.dispatch_position:,}", f"position {row.finish_position:,}",
         f"trinity-es regenerate 30 {row.task} {row.run} --log",
