@@ -1,5 +1,5 @@
-"""The lowest room: events, their encoding, the log, and the payload store. It imports no other room, nor torch, vLLM or
-Thespian.
+"""Events, their encoding, the log and the payload store. No module here imports `projections`, `actors`, `trinity_es`,
+torch, vLLM or Thespian.
 
-Import the module that you need; this file imports nothing, so that each import stays cheap.
+This file imports nothing, so that the import of a single module stays cheap.
 """

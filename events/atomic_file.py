@@ -16,9 +16,9 @@ __all__ = ["sync", "whole_file"]
 def whole_file(
     path: Path, *, durable: bool = False, mode: int | None = None, prefix: str = ".unfinished-"
 ) -> Iterator[IO[bytes]]:
-    """Yield a file to write; it is renamed to `path` when the block ends. On any error no file remains.
+    """Yield a temporary file to write, and rename it to `path` when the block ends. On any error delete it.
 
-    `durable` also brings file and name to the disk. `mode` is 0600 by default; the temporary name begins with `prefix`.
+    With `durable`, sync file and name to the disk. `mode` is 0600 by default; the temporary name begins with `prefix`.
     """
     handle, temporary_path = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:
@@ -39,7 +39,7 @@ def whole_file(
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    """Sync a file, or the names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""Events as JSON bytes, and back. Name and schema version have columns of their own.
+"""Encoding of events as JSON bytes, and decoding. The log stores an event's name and schema version in own columns.
 
-`check` decodes an event before it is written, because an unreadable event would stop every replay for ever.
-`UPCASTERS` lift older schemas when an event is read; stored bytes are never rewritten.
+`check` decodes an event before it is written, because an unreadable event would stop every later replay.
+`UPCASTERS` convert older schemas when an event is read. Stored bytes are never rewritten.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from trinity_es.events.vocabulary import EVENTS, Event
 __all__ = ["UPCASTERS", "check", "decode"]
 
 UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""(event type, schema version) -> function that turns the fields of this schema version into those of the next."""
+"""(event type, schema version) -> function that converts fields of this version to the next version."""
 
 
 def check(event: Event) -> tuple[bytes, Event]:
-    """Return the event's fields as JSON bytes, and the event as later readers will decode it.
+    """Encode an event: return its fields as JSON bytes, and the event decoded from these bytes.
 
-    Equal events have the same bytes. Live state is folded from the decoded event, so that it can't differ from replayed
-    state. Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers
-    beyond 64 bits, and text that is no UTF-8.
+    Equal events have the same bytes. Live state is folded from the decoded event, so it can't differ from replayed
+    state. Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys other than strings, integers beyond
+    64 bits, and text that is not UTF-8.
     """
     cls = type(event)
     if EVENTS.get(cls.__name__) is not cls:
         raise InvalidEvent(f"event {cls.__module__}.{cls.__name__} is not in events/vocabulary/: define it there")
-    names, values = _fields(cls)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
+    names, values = _fields_and_getter(cls)  # type: ignore[arg-type]  # mypy takes an event's __hash__ for its class's
     try:
         data = orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
     except TypeError as e:  # orjson.JSONEncodeError is a TypeError
-        raise InvalidEvent(f"{_refused_field(event)} can't be recorded: {e}", event=cls.__name__) from e
+        raise InvalidEvent(f"{_unencodable_field(event)} can't be recorded: {e}", event=cls.__name__) from e
     try:
         read_back = _build(cls, orjson.loads(data))
     except InvalidEvent:
@@ -50,7 +50,7 @@ def check(event: Event) -> tuple[bytes, Event]:
 
 
 def _require_finite(event: Event, data: bytes) -> None:
-    """Raise InvalidEvent for NaN and infinities. orjson writes them as null into `data`, the event's JSON."""
+    """Raise InvalidEvent if an event holds NaN or an infinity, which orjson wrote as null into `data`, its JSON."""
     if b"null" in data:
         name = type(event).__name__
         try:
@@ -60,9 +60,9 @@ def _require_finite(event: Event, data: bytes) -> None:
 
 
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:
-    """Return the event stored as `type_name` in `schema_version`, lifted to the current schema.
+    """Decode the JSON of an event of this type and schema version, and convert it to the current schema.
 
-    Raises LogTooNew for types or schema versions of newer software, InvalidEvent for other bytes.
+    Raises LogTooNew for a type or schema version that only newer software knows, InvalidEvent for invalid data.
     """
     cls = EVENTS.get(type_name)
     if cls is None:
@@ -89,14 +89,14 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
                 f"no upcaster from schema version {version} of {type_name}: add one to events/codec.py", type=type_name
             )
         raw = upcast(raw)
-    names = _fields(cls)[0].keys()  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
+    names = _fields_and_getter(cls)[0].keys()  # type: ignore[arg-type]  # mypy takes an event's __hash__ for its class's
     if not raw.keys() <= names:
         raise InvalidEvent(f"{type_name} has no field {', '.join(sorted(raw.keys() - names))}", type=type_name)
     return _build(cls, raw)
 
 
 def _build(cls: type[Event], raw: dict[str, Any]) -> Event:
-    """Make an event of this class from its fields. Raises InvalidEvent, naming the field."""
+    """Make an event of this class from a dict of its fields. Raises InvalidEvent, naming the field."""
     try:
         return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
@@ -106,8 +106,8 @@ def _build(cls: type[Event], raw: dict[str, Any]) -> Event:
 
 
 @cache
-def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
-    """Return an event class's field names (keys of a dict, in order), and a function from an event to its values."""
+def _fields_and_getter(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
+    """Return the field names of an event class as keys of a dict, and a function that returns an event's values."""
     names = [f.name for f in fields(cls)]
     # attrgetter returns a tuple only for several names.
     values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
@@ -116,14 +116,14 @@ def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[
 
 @cache
 def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
-    """Return the function that makes a checked event of this class from a dict of its fields."""
+    """Return the function that makes an event of this class from a dict of its fields, and checks their types."""
     from pydantic import TypeAdapter  # here, since it takes a third of this package's import time
 
     return TypeAdapter(cls).validator.validate_python  # a sixth faster than through the wrapper
 
 
-def _refused_field(event: Event) -> str:
-    """Return the first field of an event that can't be written as JSON, as `Event.field`."""
+def _unencodable_field(event: Event) -> str:
+    """Return the name of the first field of an event that orjson can't encode, as `Event.field`."""
     for f in fields(event):
         try:
             orjson.dumps(getattr(event, f.name))

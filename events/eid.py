@@ -26,7 +26,7 @@ class EID:
     step: int = 0
     """Turn in the run, from 0; set by workflows with several experiences per run."""
     suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
-    """Six random hex digits by default; give one to be deterministic."""
+    """Six random hex digits by default. Pass a fixed text for reproducible ids."""
 
     @property
     def uid(self) -> str:
@@ -35,17 +35,17 @@ class EID:
 
     @property
     def sid(self) -> str:
-        """`batch/task/step`, the same step of all runs of a task."""
+        """`batch/task/step`, shared by this step of all runs of a task."""
         return f"{self.batch}/{self.task}/{self.step}"
 
     @property
     def rid(self) -> str:
-        """`batch/task/run`, all steps of a run."""
+        """`batch/task/run`, shared by all steps of a run."""
         return f"{self.batch}/{self.task}/{self.run}"
 
     @property
     def tid(self) -> str:
-        """`batch/task`, all runs of a task: the group of GRPO."""
+        """`batch/task`, shared by all runs of a task (a GRPO group)."""
         return f"{self.batch}/{self.task}"
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class CustomField:
     destination_field: str
     """Name of the trainer's column."""
     data_type: str
-    """Name of its dtype ("float32"); a torch or numpy dtype is converted to its name."""
+    """Name of the column's dtype, such as "float32". A torch or numpy dtype is converted to its name."""
 
     def __post_init__(self) -> None:
         dtype: Any = self.data_type

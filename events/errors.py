@@ -1,12 +1,12 @@
-"""All errors of this software, for every room; users import them from `trinity_es.errors`.
+"""All errors of trinity_es; users import them from `trinity_es.errors`.
 
 ```
 TrinityError
-├── ConfigError, TasksetError, TaskNotSerializable, UnknownWorkflow, DataError (NotFinite)   bad input (ValueError)
+├── ConfigError, TasksetError, TaskNotSerializable, UnknownWorkflow, DataError (NotFinite)  bad input (ValueError)
 ├── BatchNotFound, RunnerNotFound, HostNotFound, WeightNotFound, AnswerNotFound  no such thing (KeyError)
 ├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       wrong state (ValueError)
-├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
-├── TooFewGroups                                                             nothing is lost, add tasks
+├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing lost, try again (TimeoutError)
+├── TooFewGroups                                                             nothing lost, add tasks
 ├── PipelineError, WorkflowError, GraderError, EngineError, EnvironmentFailed, SyncError  a part failed
 ├── NotRunning, AlreadyRunning, StartupError, WrongKey, VersionMismatch, RequestRefused    the system
 └── LogError
@@ -16,9 +16,9 @@ TrinityError
     └── ConcurrencyError, CommitMismatch, Fenced                                     two writers
 ```
 
-Every error that this software raises on purpose is a `TrinityError`; many are also the built-in error with the same
-meaning. An error crosses processes as its class name, its message and a dict of plain details, and is raised on the
-other side as the same class. A message names the thing, the value and the way out.
+Every error that trinity_es raises on purpose is a `TrinityError`; many are also the built-in error with the same
+meaning. Between processes an error travels as its class name, message and a JSON dict of details, and the receiver
+raises the same class. A message says what is wrong with which value, and what to do.
 """
 
 from __future__ import annotations
@@ -56,32 +56,32 @@ class TrinityError(Exception):
 
 # --- input of the user ----------------------------------------------------------------------------------------------
 class ConfigError(TrinityError, ValueError):
-    """A config that can't be used: unknown key, wrong type, a path that isn't there."""
+    """A config is wrong: an unknown key, a wrong type or a missing path."""
 
 
 class TasksetError(TrinityError, ValueError):
-    """A taskset that can't be read; names the file and the line."""
+    """A taskset can't be read. The message names the file and the line."""
 
 
 class TaskNotSerializable(TrinityError, ValueError):
-    """A task holds a value that can't be sent to a runner; names the task and the field."""
+    """A task holds a value that can't be sent to a runner. The message names the task and the field."""
 
 
 class UnknownWorkflow(TrinityError, ValueError):
-    """A workflow name that is neither registered nor importable."""
+    """A workflow name is neither registered nor importable."""
 
 
 class DataError(TrinityError, ValueError):
-    """A value that can't be recorded: NaN or infinite, or of the wrong shape."""
+    """A value can't be recorded, because it is NaN, infinite or of the wrong shape."""
 
 
 class NotFinite(DataError):
-    """NaN, an infinity or an absurdly large reward in data that a trainer would learn from."""
+    """Training data holds NaN, an infinity or a reward beyond 1e30."""
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
 class BatchAlreadyActive(TrinityError, ValueError):
-    """A submission with the id of a batch that is still open."""
+    """A batch was submitted under the id of a batch that is still open."""
 
 
 class BatchNotFound(TrinityError, KeyError):
@@ -93,26 +93,26 @@ class RunnerNotFound(TrinityError, KeyError):
 
 
 class HostNotFound(TrinityError, KeyError):
-    """No host of this name takes part."""
+    """No host of this name has joined the run."""
 
 
 class BatchTypeMismatch(TrinityError, ValueError):
-    """finalize_train_batch of an eval batch, or the other way round."""
+    """finalize_train_batch was called for an eval batch, or the other way round."""
 
 
 class FinalizeTimeout(TrinityError, TimeoutError):
-    """The batch was not complete within the timeout. Nothing is lost: ask again."""
+    """The batch was not complete within the timeout. Nothing is lost: finalize it again."""
 
 
 class TooFewGroups(TrinityError):
-    """A batch has fewer usable tasks than its finalize asked for. Nothing is lost: add tasks, or ask for fewer.
+    """A batch has fewer usable tasks than the caller of finalize requires. Nothing is lost: add tasks or require fewer.
 
-    `details` has `missing`, `usable` and `lost`, the numbers of tasks as in the event GroupsMissing.
+    `details` holds the fields `missing`, `usable` and `lost` of the event GroupsMissing.
     """
 
 
 class TakeTimeout(TrinityError, TimeoutError):
-    """The queue did not have enough experiences within the timeout. None was taken: ask again, or for fewer."""
+    """The queue had too few experiences within the timeout. None was taken: try again, or take fewer."""
 
 
 class WaitTimeout(TrinityError, TimeoutError):
@@ -120,16 +120,16 @@ class WaitTimeout(TrinityError, TimeoutError):
 
 
 class PipelineError(TrinityError):
-    """An operator of the experience pipeline failed, and the batch is RUNNING again; or a priority function failed."""
+    """An operator of the experience pipeline failed (its batch is RUNNING again), or a priority function failed."""
 
 
 # --- answers of the proxy -------------------------------------------------------------------------------------------
 class AnswerNotFound(TrinityError, KeyError):
-    """A reward for a message id that the proxy never sent."""
+    """A reward was posted for a message id that the proxy never sent."""
 
 
 class AnswerDelivered(TrinityError, ValueError):
-    """A reward for an answer that already went to the pipeline."""
+    """A reward was posted for an answer that the pipeline already processed."""
 
 
 # --- the log --------------------------------------------------------------------------------------------------------
@@ -142,23 +142,23 @@ class ConcurrencyError(LogError):
 
 
 class CommitMismatch(LogError):
-    """The same commit id was used before with other content."""
+    """The log already holds a commit with this id and other events."""
 
 
 class Fenced(LogError):
-    """Another writer took the lease; this one can't write any more."""
+    """Another writer took the lease, so this writer can no longer append."""
 
 
 class InvalidEvent(LogError, ValueError):
-    """An event that can't be encoded, or stored data that is no known event."""
+    """An event can't be encoded, or stored data does not decode as an event."""
 
 
 class LogNotFound(LogError, FileNotFoundError):
-    """No log exists at this place."""
+    """No log exists at this path or URL."""
 
 
 class NotALog(LogError):
-    """A database or file that holds no log."""
+    """A database or file holds no log."""
 
 
 class LogTooNew(LogError):
@@ -166,28 +166,29 @@ class LogTooNew(LogError):
 
 
 class LogCorrupt(LogError):
-    """A gap, a broken hash or data that does not decode; names the position."""
+    """The log has a gap, a broken hash or data that does not decode. The message names the position."""
 
 
 class LogRewound(LogError):
-    """The log lost acknowledged events, or is another log, for example restored from an older copy.
+    """The log lacks events that were acknowledged, for example because an older copy was restored.
 
-    Nothing is acknowledged on it until the better copy is back, or a person accepts it (`trinity-es accept-rewind`).
-    `details`: `position` is the acknowledged one, `found` the last one of the log.
+    Nothing more is acknowledged until the newer copy is back, or a person accepts the loss (`trinity-es
+    accept-rewind`). `details`: `position` was acknowledged, and the log ends at `found`.
     """
 
 
 class LogUnavailable(LogError):
     """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged.
 
-    `details["passing"]`: true if it may pass by itself (events/store/database/retry.py).
+    `details["passing"]` is true if a retry may succeed (events/store/database/retry.py).
     """
 
 
 class LogReplaced(LogUnavailable):
-    """The path of a SQLite log leads to another file than the one in use, or to none. Nothing was acknowledged.
+    """The SQLite file in use is no longer at the log's path. Nothing was acknowledged.
 
-    `details["missing"]`: true if it leads to none. When the file is back at its path, work continues.
+    `details["missing"]` is true if no file is at that path, false if another one is. Work continues when the file is
+    back.
     """
 
 
@@ -196,7 +197,7 @@ class PayloadNotFound(LogError, KeyError):
 
 
 class CorruptPayload(LogError):
-    """A payload whose bytes do not match its digest, or can't be decoded."""
+    """The bytes of a payload do not match its digest, or can't be decoded."""
 
 
 # --- the running system ---------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class NotRunning(TrinityError):
 
 
 class WrongKey(TrinityError):
-    """The key of the actor system is missing, wrong, or readable by others; says which places were searched."""
+    """The key of the actor system is missing, wrong, or readable by other users."""
 
 
 class VersionMismatch(TrinityError):
@@ -217,7 +218,7 @@ class AlreadyRunning(TrinityError):
 
 
 class RequestRefused(TrinityError):
-    """A request that may have crashed coordinators; it is not tried again until the system is restarted."""
+    """A request may have crashed coordinators, so it is refused until the system is restarted."""
 
 
 class StartupError(TrinityError):
@@ -236,7 +237,7 @@ class EnvironmentFailed(TrinityError):
 
 
 class SyncError(TrinityError):
-    """Weights could not be loaded; the engines continue with the version they had."""
+    """Weights could not be loaded; the engines keep serving the version they had."""
 
 
 class WeightNotFound(TrinityError, KeyError):
@@ -250,14 +251,14 @@ class WorkflowError(TrinityError):
 class GraderError(TrinityError):
     """A grader did not finish in time, ended its process, used too much memory or raised.
 
-    The answer stays ungraded: its run fails, and does not get a reward of zero.
+    The answer stays ungraded, so its run fails instead of getting a reward of zero.
     """
 
 
-def _classes_by_name(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
+def _subclasses_by_name(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
     classes = {cls.__name__: cls}
     for subclass in cls.__subclasses__():
-        classes |= _classes_by_name(subclass)
+        classes |= _subclasses_by_name(subclass)
     return classes
 
 
@@ -273,9 +274,9 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_dict(data: dict[str, Any]) -> Exception:
-    """Return the error that `error_to_dict` wrote; TrinityError if this process doesn't know the class."""
+    """Return the error that `error_to_dict` wrote, as a TrinityError if this process doesn't know its class."""
     name, message, details = data["type"], data["message"], data.get("details") or {}
-    cls = _classes_by_name(TrinityError).get(name)
+    cls = _subclasses_by_name(TrinityError).get(name)
     if cls is not None:
         return cls(message, **details)
     if name in _BUILTIN:
@@ -287,9 +288,9 @@ _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 def split_error(error: str) -> tuple[str, str]:
-    """Return an error's first line, and the last frame of the traceback below it, as `(code.py:12 in run)`.
+    """Return the message of an error's text, and the traceback's last frame as `(code.py:12 in run)`.
 
-    Without a traceback: the whole text and "".
+    For a text without a traceback, return the whole text and "".
     """
     message, _, traceback = error.partition("\n")
     frames = _FRAME.findall(traceback)

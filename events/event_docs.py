@@ -15,7 +15,7 @@ __all__ = ["documented_fields", "fields_table", "markdown"]
 
 
 def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
-    """Return (name, type, doc) of each field; the doc is the string under the field."""
+    """Return (name, type, doc) of each field of a class. The doc is the string under the field."""
     documented: list[tuple[str, str, str]] = []
     for node in cls.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -28,7 +28,7 @@ def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
 
 
 def fields_table(fields: list[tuple[str, str, str]]) -> list[str]:
-    """Return a Markdown table of these (name, type, doc), line by line; no line without fields."""
+    """Return the lines of a Markdown table with a row for each (name, type, doc); [] without fields."""
     rows = [f"| `{name}` | `{text.replace('|', chr(92) + '|')}` | {doc} |" for name, text, doc in fields]
     return ["| field | type | |", "|---|---|---|", *rows] if rows else []
 
@@ -57,15 +57,15 @@ def markdown() -> str:
     for stream, names in streams.items():
         lines += ["", f"## Stream `{stream}`"]
         for name in names:
-            lines += _entry(classes, name)
+            lines += _class_section(classes, name)
     lines += ["", "## Values inside events"]
     for name in ("Unit", "PayloadRef", "RunResult", "TakenItem", "Answer", "KnownEnd", "TasksetSource"):
-        lines += _entry(classes, name)
+        lines += _class_section(classes, name)
     return "\n".join(lines) + "\n"
 
 
-def _entry(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
-    """Return the lines on one class: heading, docstring and table of its fields."""
+def _class_section(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
+    """Return the page's lines about one class: heading, docstring and table of its fields."""
     cls = classes[name]
     version = getattr(getattr(vocabulary, name), "schema_version", None)
     lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]

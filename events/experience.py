@@ -1,7 +1,8 @@
 """Experiences, which rollouts produce and trainers learn from, and their serialisation.
 
-An experience is checked when it is made and again when it is serialised, since it may be changed in between. Arrays are
-numpy. Torch tensors are accepted, but torch is never imported, so an auditor's machine can read every payload.
+An experience is checked when it is made, and again when it is serialised, since it may change in between. Its arrays
+are numpy. Torch tensors are accepted, but this module never imports torch, so a machine without torch can read
+payloads.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ _log = logging.getLogger(__name__)
 _warn_once = lru_cache(maxsize=100)(_log.warning)
 
 LARGEST_REWARD: Final = 1e30
-"""Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
+"""Maximum absolute reward. Trainers compute in float32, where a larger reward makes its group's advantages NaN."""
 _TOKENS: Final = tuple(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "i")
 Messages = list[dict[str, Any]] | None
 _FINITE: Final = (*(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "f"), "routed_experts")
 
 
 class Experience:
-    """A sample to learn from: token ids, what the model sampled with which probabilities, and its reward.
+    """Training sample: token ids, log probabilities of the response, and a reward.
 
-    All arguments are keywords. Arrays may be lists, numpy arrays or torch tensors (bfloat16 becomes float32). They are
-    kept as numpy, uncopied if the dtype fits. With prompt_length P and S tokens the response has R = S - P.
+    All arguments are keywords. Arrays may be lists, numpy arrays or torch tensors (bfloat16 becomes float32). They
+    become numpy arrays, without a copy if the dtype fits. S tokens with a prompt of P have a response of R = S - P.
 
     - `eid` EID or its dict; a new one by default
     - `tokens` int32 [S], none negative; for a preference pair (dpo) the prompt alone
-    - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1 (also if these have the
-      length S). S for a preference pair
+    - `prompt_length` P; None: S - len(action_mask), else S - len(logprobs), else 1 (also if these have length S); S for
+      a preference pair
     - `logprobs, token_level_reward, advantages, returns, teacher_logprobs` float32 [R] (log probabilities in nats)
-      logprobs may also cover all tokens [S], or all but the first [S - 1]: the response's part is kept
-    - `action_mask` bool [R] (or [S], cut to the response's part), true for tokens that the model made; by default all
+      logprobs of all tokens [S], or of all but the first [S - 1], are cut to the response
+    - `action_mask` bool [R] (or [S], cut to the response), true for tokens that the model generated; by default all
       true, all false for a truncated prompt, None for a preference pair
-    - `reward` finite, of 1e30 at most, or None while there is none
+    - `reward` finite, at most 1e30, or None
     - `chosen, rejected` int32, none negative, any length: the two responses of a preference pair
     - `routed_experts` any dtype and shape ([S - 1, layers, k]); `multi_modal_inputs` a dict of any arrays
     - `info, metrics, messages, tools, chosen_messages, rejected_messages` JSON; numpy scalars become Python numbers
@@ -65,10 +66,10 @@ class Experience:
     - `custom_fields` list of CustomField
 
     `experience_type` is "multi_turn" with an action mask, "dpo" with chosen and rejected, else "single_turn". Raises
-    DataError, naming the experience, the field and the place in it, for shapes that don't agree, a token id below 0,
-    any number that is not finite, and values that are not JSON.
+    DataError, naming experience, field and index, for shapes that don't agree, negative token ids, numbers that are not
+    finite, and values that are not JSON.
 
-    Two experiences are equal when every field is, arrays to the last bit.
+    Two experiences are equal if all fields are equal, arrays bit by bit.
     """
 
     __hash__ = None  # type: ignore[assignment]  # mutable, compared by value
@@ -126,7 +127,7 @@ class Experience:
 
     # --- checks -----------------------------------------------------------------------------------------------------
     def _field_error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
-        """Return an error about a field: its name, `place` (an index in it) and `problem` (what is wrong)."""
+        """Return an error whose message names the experience, the field, `place` (an index in it) and `problem`."""
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
         # Until its runner sets batch and task, the id of an experience says nothing.
         is_new = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
@@ -134,7 +135,7 @@ class Experience:
         return kind(f"{subject}: {name}{place} {problem}", eid=uid, field=name)
 
     def _vector(self, name: str, value: Any) -> Any:
-        """Return a 1-D array of the field's dtype, or None. Typed Any: `validate` checks which fields may be None."""
+        """Convert a value to a 1-D array of the field's dtype; None stays None. Raises DataError."""
         dtype = VECTORS[name][0]
         if value is None or (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
             return value
@@ -162,7 +163,7 @@ class Experience:
             raise self._field_error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
     def _array(self, name: str, value: Any) -> Array:
-        """Return a value as a numpy array of a dtype that payloads hold. Raises DataError."""
+        """Convert a value to a numpy array of a dtype that payloads support. Raises DataError."""
         try:
             if hasattr(value, "detach"):  # a torch tensor, perhaps on a GPU
                 value = value.detach().cpu()
@@ -170,14 +171,14 @@ class Experience:
                     value = value.float()
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-            raise self._field_error(name, f"can't be made an array ({e})") from e
+            raise self._field_error(name, f"can't be converted to an array ({e})") from e
         dtype = array.dtype.newbyteorder("=")
         if dtype not in DTYPES:
-            raise self._field_error(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
+            raise self._field_error(name, f"has dtype {array.dtype}, which can't be stored: use numbers or bools")
         return array.astype(dtype, copy=False)
 
     def _json(self, name: str, value: Any, kind: type) -> Any:
-        """Return a value of this type, with all parts in Python's own types. Raises DataError if it is not JSON."""
+        """Return a copy of a JSON value in Python's own types. Raises DataError if it is not JSON, or not a `kind`."""
         if not isinstance(value, kind) or isinstance(value, str):
             raise self._field_error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
         try:
@@ -186,7 +187,7 @@ class Experience:
             raise self._field_error(name + "".join(reversed(e.path)), e.problem) from None
 
     def validate(self) -> None:
-        """Check every field, and convert values assigned since (tensors, lists, numpy scalars). Raises DataError."""
+        """Check every field, and convert new values (tensors, lists, numpy scalars). Raises DataError."""
         if not isinstance(self.eid, EID):
             raise self._field_error("eid", f"is a {type(self.eid).__name__}, expected an EID")
         fields = self.__dict__
@@ -202,11 +203,11 @@ class Experience:
                 raise self._field_error(name, f"is {array[index]}: token ids must be 0 or more", place=f"[{index}]")
         self._check_lengths()
         if self.reward is not None:
-            self.reward = self._number(self.reward)
+            self.reward = self._reward_as_float(self.reward)
         if self.routed_experts is not None:
             self.routed_experts = self._array("routed_experts", self.routed_experts)
         if self.multi_modal_inputs is not None:
-            # The keys are checked as JSON keys, the arrays one by one.
+            # This checks only that the keys are valid JSON.
             self._json("multi_modal_inputs", dict.fromkeys(self.multi_modal_inputs), dict)
             self.multi_modal_inputs = {
                 str.__str__(key): self._array(f"multi_modal_inputs.{key}", value)
@@ -229,7 +230,7 @@ class Experience:
             raise self._field_error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
     def require_finite(self) -> None:
-        """Refuse NaN and infinities in the reward and in any array: a quick part of `validate`. Raises NotFinite."""
+        """Raise NotFinite if the reward is beyond 1e30, or any array holds NaN or an infinity. Part of `validate`."""
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
@@ -237,11 +238,11 @@ class Experience:
             raise self._field_error("reward", problem, kind=NotFinite)
         for name in _FINITE:
             if fields[name] is not None:
-                self._finite(name, fields[name])
+                self._check_finite(name, fields[name])
         for key, array in (fields["multi_modal_inputs"] or {}).items():
-            self._finite(f"multi_modal_inputs.{key}", array)
+            self._check_finite(f"multi_modal_inputs.{key}", array)
 
-    def _finite(self, name: str, array: Array) -> None:
+    def _check_finite(self, name: str, array: Array) -> None:
         """Raise NotFinite, naming the index, if an array holds NaN or an infinity."""
         if array.dtype.kind != "f" or bool(np.isfinite(array).all()):
             return
@@ -249,7 +250,7 @@ class Experience:
         problem = f"is {array[tuple(index)]}: only finite numbers can be learned from"
         raise self._field_error(name, problem, str(index), NotFinite)
 
-    def _number(self, value: Any) -> float:
+    def _reward_as_float(self, value: Any) -> float:
         try:
             if isinstance(value, str | bytes):
                 raise TypeError("text is not a number")
@@ -258,7 +259,7 @@ class Experience:
             raise self._field_error("reward", f"is {shown(value)}, expected a number") from e
 
     def _check_lengths(self) -> None:
-        """Check the lengths of prompt and vectors, after cutting vectors to the response. Add a missing action mask."""
+        """Check the lengths of prompt and vectors. Cut vectors to the response, and add a missing action mask."""
         seq = len(self.tokens)
         prompt: Any = self.prompt_length
         if isinstance(prompt, np.integer):
@@ -289,7 +290,7 @@ class Experience:
                                 f"(tokens of shape ({seq},), prompt_length {prompt})")
 
     def _cut_to_response(self, seq: int, prompt: int) -> None:
-        """Cut vectors that cover all tokens to the response; logprobs also if they cover all but the first token."""
+        """Cut logprobs and action mask to the response if they cover all tokens (logprobs: or all but the first)."""
         fields = self.__dict__
         for name, lengths in (("logprobs", (seq, seq - 1)), ("action_mask", (seq,))):
             array = fields[name]
@@ -299,7 +300,7 @@ class Experience:
                 covered_from = seq - len(array)  # token at which the vector begins
                 fields[name] = array[prompt - covered_from :]
 
-    # --- as values --------------------------------------------------------------------------------------------------
+    # --- comparison and display -------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Experience):
             return NotImplemented
@@ -321,14 +322,14 @@ class Experience:
                 data[name] = self.__dict__[name]
         return data
 
-    # --- as bytes ---------------------------------------------------------------------------------------------------
+    # --- serialisation ----------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:
-        """Return this experience alone as a payload. Raises DataError as `validate`."""
+        """Return a payload with this experience alone. Raises DataError as `validate`."""
         return self.serialize_many([self])
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the only experience of a payload. Raises CorruptPayload, and DataError for more or none."""
+        """Return the only experience of a payload. Raises CorruptPayload, or DataError if it holds more or none."""
         experiences = cls.deserialize_many(data)
         if len(experiences) != 1:
             raise DataError(f"this payload holds {len(experiences)} experiences, not one: "
@@ -337,43 +338,43 @@ class Experience:
 
     @classmethod
     def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
-        """Return experiences as one payload, in order; equal ones give equal bytes. Raises DataError as `validate`."""
+        """Return a payload with these experiences. Equal ones give equal bytes. Raises DataError as `validate`."""
         items = [e.item() for e in experiences]
         return encode(items, columns_of([e.__dict__ for e in experiences]))
 
     def item(self) -> dict[str, Any]:
-        """Return the part of a payload besides the arrays. Raises DataError as `validate`."""
+        """Return the JSON that a payload holds of this experience beside its arrays. Raises DataError as `validate`."""
         self.validate()
         eid = self.eid
         return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 
     @property
     def version_spans(self) -> list[tuple[int, int, int]]:
-        """(version, start, end) over the response, of the weights that made it; [] if its `info` has none."""
+        """Spans (version, start, end) of the response that each version of the weights made; [] if unknown."""
         return version_spans(self.info)
 
     @property
     def adapter_spans(self) -> list[tuple[str, int, int, int]]:
-        """(adapter, version, start, end) over the response, of the LoRA adapters that made it; [] without any."""
+        """Spans (adapter, version, start, end) of the response that each LoRA adapter made; [] if none did."""
         return [(span[0], span[1], span[2], span[3]) for span in listed(self.info, "adapter_spans")
                 if isinstance(span, list) and [type(part) for part in span] == [str, int, int, int]]
 
     @property
     def splices(self) -> list[int]:
-        """Offsets in the response at which a later attempt went on with a lost attempt's tokens; [] without any."""
+        """Offsets in the response at which a later attempt continued the tokens of a lost one."""
         return [n for n in listed(self.info, "splices") if type(n) is int]
 
     @property
     def model_versions(self) -> tuple[Any, Any]:
-        """Oldest and newest weights that made any of its tokens; None where `info` has neither spans nor a version."""
+        """Oldest and newest version of the weights that made any of the tokens; None if unknown."""
         return model_versions(self.info)
 
     @classmethod
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
-        """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.
+        """Return `count` experiences of a payload from number `first` on (None: all), with writable arrays.
 
-        Raises DataError for a negative number, CorruptPayload for other bytes, for too few experiences, and for a
-        delivered payload, which refers to others and needs `read_experiences`.
+        Raises DataError for a negative number. Raises CorruptPayload for invalid bytes, for too few experiences, and
+        for a payload that refers to others, which only `read_experiences` can read.
         """
         if first < 0 or (count is not None and count < 0):
             raise DataError(f"can't read {count} experiences from number {first} on: both numbers must be 0 or more")
@@ -384,7 +385,7 @@ class Experience:
 
     @classmethod
     def of_fields(cls, all_fields: Iterable[dict[str, Any]]) -> list[Self]:
-        """Return experiences with these fields unchecked, since they were checked when they were written."""
+        """Return experiences with these fields, without checks, since a payload holds only checked fields."""
         experiences = []
         for fields in all_fields:
             experience = cls.__new__(cls)
@@ -394,7 +395,7 @@ class Experience:
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
-    """Return experiences by `tid`, `rid` or `sid` of their eid, groups and members in order of appearance."""
+    """Group experiences by the `tid`, `rid` or `sid` of their eid, in order of appearance. Raises DataError."""
     attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
     if attribute is None:
         raise DataError(f"can't group by {id_type!r}: use task, run or step")

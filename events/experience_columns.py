@@ -1,4 +1,4 @@
-"""Experiences as columns, for trainers: a flat array of each field instead of an object for each experience."""
+"""Experiences as columns, for trainers: one flat array per field instead of an object per experience."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ArrayDict(dict[str, Array]):
     """Arrays by name."""
 
     def to_torch(self, device: Any = None) -> dict[str, Any]:
-        """Return the arrays as torch tensors on `device` (None: on the CPU, in the same memory)."""
+        """Return the arrays as torch tensors on `device`. None: on the CPU, sharing memory with the arrays."""
         import torch
 
         tensors = {name: torch.from_numpy(array) for name, array in self.items()}
@@ -38,13 +38,13 @@ class ArrayDict(dict[str, Array]):
 class ExperienceColumns(Sequence[Experience]):
     """N experiences as columns.
 
-    It is also a sequence of Experience, for code that takes a list: `len`, iteration and `columns[i]` work, and make
-    the objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns these rows' columns, and
-    the same objects if they were made. A field that is replaced in an object does not change the columns.
+    For code that expects a list, this is also a sequence of Experience: `len`, iteration and `columns[i]` work, and
+    make the objects on first use. `columns[rows]` with a slice, a bool mask [N] or integers returns the columns of
+    these rows. A field that is assigned in an Experience does not change the columns.
 
-    Vectors are FlatColumn: `values` flat and writable, `offsets` int64 [N + 1], `present` bool [N]. A value for each
-    experience, such as `rewards`, is read-only: take a copy. An experience of S tokens, the first P of which are its
-    prompt, has a response of R = S - P.
+    Vectors are FlatColumns: `values` flat and writable, `offsets` int64 [N + 1], `present` bool [N]. Arrays with one
+    value per experience, such as `rewards`, are read-only. An experience has S tokens: a prompt of P and a response of
+    R = S - P.
 
     - `tokens` int32, S values each; `chosen, rejected` int32, of preference pairs
     - `logprobs, advantages, returns, token_level_reward, teacher_logprobs` float32, `action_mask` bool, R values each
@@ -55,7 +55,7 @@ class ExperienceColumns(Sequence[Experience]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
-            raise AttributeError(f"{name} can't be replaced in columns: use a variable of your own")
+            raise AttributeError(f"{name} of these columns can't be assigned: use a variable of your own")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class ExperienceColumns(Sequence[Experience]):
 
     @classmethod
     def of(cls, experiences: Sequence[Experience]) -> Self:
-        """Return these experiences as columns, with arrays of their own. Raises DataError as `Experience.validate`."""
+        """Return columns with copies of these experiences' arrays. Raises DataError as `Experience.validate`."""
         payload, decoder = Payload(bytearray(Experience.serialize_many(experiences)), checked=True), Decoder()
         decoder.add(payload, range(len(experiences)), {})
         return cls(decoder.decoded())
@@ -81,14 +81,14 @@ class ExperienceColumns(Sequence[Experience]):
     @overload
     def __getitem__(self, rows: slice | Array | Sequence[int]) -> Self: ...
     def __getitem__(self, rows: int | slice | Array | Sequence[int]) -> Experience | Self:
-        """Return one experience, or the columns of a slice, of a bool mask [N] or of integers.
+        """Return the experience with this number, or the columns of a slice, a bool mask [N] or integers.
 
-        Their arrays are copies, unless all rows are chosen in order.
-        Raises DataError for a mask of another length and for other things, IndexError for a number beyond the end.
+        The columns are copies, unless all rows are selected in order. Raises DataError for a mask of another length or
+        for other values, IndexError for a number beyond the end.
         """
         if isinstance(rows, int | np.integer) and not isinstance(rows, bool | np.bool_):
             return self._experiences[rows]
-        chosen = np.arange(len(self))[self._rows(rows)]
+        chosen = np.arange(len(self))[self._row_index(rows)]
         all_items, by_number = self._decoded.items, Rows([len(self)], chosen)
         columns = {key: by_number.gather([whole]) or FlatColumn.empty(len(chosen), whole.values.dtype)
                    for key, whole in self._decoded.columns.items()}
@@ -97,8 +97,8 @@ class ExperienceColumns(Sequence[Experience]):
             part.__dict__["_experiences"] = [self._experiences[row] for row in chosen.tolist()]
         return part
 
-    def _rows(self, rows: Any) -> Any:
-        """Return rows as numpy indexes with them. Raises DataError."""
+    def _row_index(self, rows: Any) -> Any:
+        """Return `rows` as a numpy index: a slice, or an array of bools or integers. Raises DataError."""
         if isinstance(rows, slice):
             return rows
         array = np.asarray(rows)
@@ -113,34 +113,31 @@ class ExperienceColumns(Sequence[Experience]):
         return Experience.of_fields(fields_of(self._decoded))
 
     def experiences(self) -> list[Experience]:
-        """Return a list of the experiences, the same objects each time. Their arrays are views of the columns."""
+        """Return the experiences, the same objects at each call. Their arrays are views of the columns."""
         return list(self._experiences)
 
     def with_info(self, name: str, values: Iterable[Any]) -> Self:
-        """Return the same columns with one more key in each experience's `info`."""
+        """Return these columns with one more key in the `info` of each experience, from one value each."""
         items = [{**item, "info": {**item.get("info", {}), name: value}}
                  for item, value in zip(self._decoded.items, values, strict=True)]
         return type(self)(Decoded(items, self._decoded.columns))
 
     # --- vectors ----------------------------------------------------------------------------------------------------
     def column(self, name: str) -> FlatColumn:
-        """Return the vectors of a field of Experience; without any, `present` is all false.
-
-        Raises DataError for a name that is no vector's.
-        """
+        """Return the column of a vector field, such as "advantages". Raises DataError for another name."""
         dtype = _DTYPES.get(name)
         if dtype is None:
             raise DataError(f"{shown(name)} is not a vector of an experience: use {', '.join(_DTYPES)}")
-        found = self._decoded.columns.get((name, None, dtype.name))
-        return found if found is not None else FlatColumn.empty(len(self), dtype)
+        column = self._decoded.columns.get((name, None, dtype.name))
+        return column if column is not None else FlatColumn.empty(len(self), dtype)
 
-    def _has(self, name: str) -> bool:
-        """Return True if any experience has this vector, or any of the columns of which these are a part."""
+    def _has_column(self, name: str) -> bool:
+        """Return True if any experience has this vector, including those of columns from which these were selected."""
         return (name, None, _DTYPES[name].name) in self._decoded.columns
 
     @property
     def tokens(self) -> FlatColumn:
-        """Token ids of prompt and response: int32."""
+        """Token ids of prompts and responses: int32."""
         return self.column("tokens")
 
     @property
@@ -150,7 +147,7 @@ class ExperienceColumns(Sequence[Experience]):
 
     @property
     def action_mask(self) -> FlatColumn:
-        """Mask of the response tokens that the model made: bool."""
+        """Mask of the response tokens that the model generated: bool."""
         return self.column("action_mask")
 
     @property
@@ -165,9 +162,9 @@ class ExperienceColumns(Sequence[Experience]):
 
     # --- a value for each experience --------------------------------------------------------------------------------
     def field(self, name: str) -> list[Any]:
-        """Return a field of each experience that is no array, such as `info`, `metrics`, `messages` or `response_text`.
+        """Return a list with each experience's value of a field that is no array, such as `info` or `response_text`.
 
-        It is None where an experience lacks it ({} for `info` and `metrics`). Don't change the values, since
+        An experience without the field has None ({} for `info` and `metrics`). Don't change the values, because
         experiences may share them. Raises DataError for another name.
         """
         if name not in _FIELDS:
@@ -178,24 +175,24 @@ class ExperienceColumns(Sequence[Experience]):
     @cached_property
     def prompt_lengths(self) -> Array:
         """int64 [N]: number of tokens of each prompt."""
-        return _fixed(np.array([item["prompt_length"] for item in self._decoded.items], np.int64))
+        return _make_read_only(np.array([item["prompt_length"] for item in self._decoded.items], np.int64))
 
     @cached_property
     def rewards(self) -> Array:
         """float64 [N]: reward, NaN for an experience without one."""
-        return _fixed(np.array([item.get("reward") for item in self._decoded.items], np.float64))
+        return _make_read_only(np.array([item.get("reward") for item in self._decoded.items], np.float64))
 
     @cached_property
     def versions(self) -> Array:
-        """int64 [N, 2]: oldest and newest version of the weights that made any of its tokens, -1 where unknown."""
+        """int64 [N, 2]: oldest and newest version of the weights that made any of the tokens, -1 if unknown."""
         versions = [version for info in self.field("info") for version in model_versions(info)]
-        return _fixed(np.array([v if type(v) is int else -1 for v in versions], np.int64).reshape(-1, 2))
+        return _make_read_only(np.array([v if type(v) is int else -1 for v in versions], np.int64).reshape(-1, 2))
 
     @cached_property
     def groups(self) -> Array:
-        """int64 [N]: number of its group, all runs of one task; groups are counted as they appear."""
+        """int64 [N]: number of the experience's group (all runs of one task), from 0 in order of appearance."""
         numbers: dict[tuple[Any, Any], int] = {}
-        return _fixed(np.array([numbers.setdefault((e[0], e[1]), len(numbers)) for e in self._eids], np.int64))
+        return _make_read_only(np.array([numbers.setdefault((e[0], e[1]), len(numbers)) for e in self._eids], np.int64))
 
     @property
     def batches(self) -> list[int | str]:
@@ -204,23 +201,23 @@ class ExperienceColumns(Sequence[Experience]):
 
     @property
     def tasks(self) -> list[int | str]:
-        """Task of each experience: its position in the batch."""
+        """Task of each experience, as its position in the batch."""
         return [eid[1] for eid in self._eids]
 
     @cached_property
     def runs(self) -> Array:
-        """int64 [N]: run of its task."""
-        return _fixed(np.array([eid[2] for eid in self._eids], np.int64))
+        """int64 [N]: number of the run in its task."""
+        return _make_read_only(np.array([eid[2] for eid in self._eids], np.int64))
 
     @cached_property
     def steps(self) -> Array:
-        """int64 [N]: turn in its run, from 0."""
-        return _fixed(np.array([eid[3] for eid in self._eids], np.int64))
+        """int64 [N]: number of the turn in its run, from 0."""
+        return _make_read_only(np.array([eid[3] for eid in self._eids], np.int64))
 
     @cached_property
     def truncated(self) -> Array:
-        """str [N]: "prompt_truncated", "response_truncated", or "" for an experience that is whole."""
-        return _fixed(np.array([item.get("truncate_status", "") for item in self._decoded.items], np.str_))
+        """str [N]: "prompt_truncated", "response_truncated", or "" if not truncated."""
+        return _make_read_only(np.array([item.get("truncate_status", "") for item in self._decoded.items], np.str_))
 
     @property
     def uids(self) -> list[str]:
@@ -231,87 +228,86 @@ class ExperienceColumns(Sequence[Experience]):
     def _eids(self) -> list[list[Any]]:
         return [item["eid"] for item in self._decoded.items]
 
-    # --- for a model ------------------------------------------------------------------------------------------------
+    # --- input of a model -------------------------------------------------------------------------------------------
     def padded(
         self, *, side: Literal["left", "right"] = "right", multiple_of: int = 1, pad_id: int = 0
     ) -> ArrayDict:
-        """Return rows of one length L, the longest S rounded up to `multiple_of`, filled up on one side.
+        """Return arrays padded on one side to the length L: the largest S, rounded up to `multiple_of`.
 
-        - `tokens` int32 [N, L], filled with `pad_id`; `attention_mask` bool [N, L]
+        - `tokens` int32 [N, L], padded with `pad_id`; `attention_mask` bool [N, L]
         - those of `logprobs, token_level_reward, advantages, returns, action_mask, teacher_logprobs` that any
-          experience has, [N, L]: the value of a response token stands at the place of that token, 0 elsewhere and in
-          preference pairs
+          experience has, [N, L], aligned with the tokens: 0 for prompts, padding and preference pairs
 
         Raises DataError for other arguments.
         """
         if type(pad_id) is not int or not -(2**31) <= pad_id < 2**31:
-            raise DataError(f"pad_id is {shown(pad_id)}: give the id of a token")
+            raise DataError(f"pad_id is {shown(pad_id)}: give the id of a token, an int32")
         if side not in ("left", "right"):
             raise DataError(f"side is {shown(side)}: use \"left\" or \"right\"")
         lengths = self.tokens.lengths
-        width = -(-int(lengths.max(initial=0)) // _positive("multiple_of", multiple_of)) * multiple_of
-        places = np.arange(width) - (width - lengths[:, None] if side == "left" else 0)
-        mask = (places >= 0) & (places < lengths[:, None])
+        width = -(-int(lengths.max(initial=0)) // _require_positive("multiple_of", multiple_of)) * multiple_of
+        positions = np.arange(width) - (width - lengths[:, None] if side == "left" else 0)
+        mask = (positions >= 0) & (positions < lengths[:, None])
         out = ArrayDict(attention_mask=mask)
-        for name, values in self._by_token().items():
+        for name, values in self._vectors_by_token().items():
             out[name] = np.full(mask.shape, pad_id if name == "tokens" else 0, values.dtype)
             out[name][mask] = values
         return out
 
     def packed(self, max_tokens: int) -> list[ArrayDict]:
-        """Return packs of whole experiences, each of at most `max_tokens` tokens, the longest experiences first.
+        """Pack whole experiences into sequences of at most `max_tokens` tokens, the longest experiences first.
 
         A pack of K experiences and T tokens has
-        - `rows` int64 [K], the experiences' numbers; `offsets` int32 [K + 1], where each begins (`cu_seqlens`)
+        - `rows` int64 [K], the experiences' numbers; `offsets` int32 [K + 1], their first tokens (`cu_seqlens`)
         - `tokens` int32 [T], `position_ids` int32 [T], from 0 in each experience
-        - the vectors of responses as in `padded`, [T]
+        - the same vectors as `padded`, [T]
 
         Raises DataError if an experience is longer than `max_tokens`.
         """
         lengths = self.tokens.lengths
-        if (too_long := np.flatnonzero(lengths > _positive("max_tokens", max_tokens))).size:
+        if (too_long := np.flatnonzero(lengths > _require_positive("max_tokens", max_tokens))).size:
             row = int(too_long[0])
             raise DataError(f"experience {self.uids[row]} has {lengths[row]} tokens, more than max_tokens={max_tokens}")
-        packs, left = list[list[int]](), list[int]()
+        packs, room = list[list[int]](), list[int]()
         for row in np.argsort(-lengths, kind="stable").tolist():
             size = int(lengths[row])
-            number = next((i for i, space in enumerate(left) if space >= size), len(packs))
+            number = next((i for i, free in enumerate(room) if free >= size), len(packs))
             if number == len(packs):
                 packs.append([])
-                left.append(max_tokens)
+                room.append(max_tokens)
             packs[number].append(row)
-            left[number] -= size
-        return [self._pack(np.array(rows)) for rows in packs]
+            room[number] -= size
+        return [self._pack_rows(np.array(rows)) for rows in packs]
 
-    def _pack(self, rows: Array) -> ArrayDict:
+    def _pack_rows(self, rows: Array) -> ArrayDict:
         chosen = self[rows]
         tokens = chosen.tokens
         positions = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
         return ArrayDict(rows=rows, offsets=tokens.offsets.astype(np.int32), position_ids=positions.astype(np.int32),
-                         **chosen._by_token())
+                         **chosen._vectors_by_token())
 
-    def _by_token(self) -> dict[str, Array]:
-        """Return tokens, and the vectors of responses with a value for each token, 0 in the prompt; all flat."""
+    def _vectors_by_token(self) -> dict[str, Array]:
+        """Return the tokens, and each existing response vector with a value per token (0 in prompts), all flat."""
         tokens, out = self.tokens, {"tokens": self.tokens.values}
         responses = tokens.lengths - self.prompt_lengths
-        places = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
+        positions = np.arange(len(tokens.values)) - np.repeat(tokens.offsets[:-1], tokens.lengths)
         for name in _ALIGNED:
             column = self.column(name)
-            if not self._has(name):
+            if not self._has_column(name):
                 continue
             fits = column.present & (column.lengths == responses)
             begins = np.where(fits, self.prompt_lengths, tokens.lengths)
-            out[name] = np.zeros(len(places), column.values.dtype)
-            out[name][places >= np.repeat(begins, tokens.lengths)] = column.values[np.repeat(fits, column.lengths)]
+            out[name] = np.zeros(len(positions), column.values.dtype)
+            out[name][positions >= np.repeat(begins, tokens.lengths)] = column.values[np.repeat(fits, column.lengths)]
         return out
 
     def arrays(self) -> ArrayDict:
-        """Return everything numeric: the vectors that there are, flat, each with its `<name>_offsets`, and a value or
-        row for each experience: `prompt_lengths, rewards, versions, groups, runs, steps`.
+        """Return all numeric fields: every vector that exists, flat, with its `<name>_offsets`, and `prompt_lengths,
+        rewards, versions, groups, runs, steps` with a row per experience.
         """
         out = ArrayDict()
         for name in _DTYPES:
-            if self._has(name):
+            if self._has_column(name):
                 column = self.column(name)
                 out |= {name: column.values, f"{name}_offsets": column.offsets}
         for name in ("prompt_lengths", "rewards", "versions", "groups", "runs", "steps"):
@@ -319,12 +315,12 @@ class ExperienceColumns(Sequence[Experience]):
         return out
 
     def to_torch(self, device: Any = None) -> dict[str, Any]:
-        """Return `arrays()` as torch tensors on `device` (None: on the CPU, in the same memory)."""
+        """Return `arrays()` as torch tensors on `device`. None: on the CPU, sharing memory with the columns."""
         return self.arrays().to_torch(device)
 
     # --- as a table -------------------------------------------------------------------------------------------------
     def table(self) -> dict[str, Any]:
-        """Return `experience_rows.COLUMNS` by name: a list or FlatColumn each; those of the log are None throughout."""
+        """Return `experience_rows.COLUMNS` by name, each a list or FlatColumn. Columns from the log hold only None."""
         versions: list[tuple[int | None, ...]] = [
             tuple(None if v < 0 else v for v in pair) for pair in self.versions.tolist()
         ]
@@ -349,13 +345,13 @@ class ExperienceColumns(Sequence[Experience]):
         return arrow_table(self.table())
 
 
-def _fixed(array: Array) -> Array:
-    """Return an array after making it read-only, since a change would not reach the objects and parts."""
+def _make_read_only(array: Array) -> Array:
+    """Make an array read-only and return it. A change would not reach the Experience objects and selected parts."""
     array.flags.writeable = False
     return array
 
 
-def _positive(name: str, value: int) -> int:
+def _require_positive(name: str, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DataError(f"{name} is {shown(value)}: it is a whole number from 1")
+        raise DataError(f"{name} is {shown(value)}: give a whole number from 1")
     return value

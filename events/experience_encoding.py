@@ -1,7 +1,8 @@
-"""Fields of an experience in a payload: an item of JSON, and columns of arrays.
+"""Encoding of an experience's fields in a payload: a JSON item, and columns of arrays.
 
-An item may be a difference from another experience, its base: `of` is `[source, number]` of the base, and `without`
-names fields that only the base has. All other fields in the item or among the arrays replace those of the base.
+An item may hold only the differences from another experience, its base, in another payload, its source. Then `of` is
+`[source, number]` of the base, and `without` names fields that only the base has. All other fields in the item or in
+the arrays replace those of the base.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ __all__ = [
 ]
 
 Fields = dict[str, Any]
-"""`__dict__` of an experience."""
+"""`__dict__` of an experience, or an item."""
 
 TYPES: Final = ("single_turn", "multi_turn", "dpo")
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-# Field -> (dtype, whether its length is the response's). All are 1-D.
+# Field -> (dtype, True if it has a value per response token). All are 1-D.
 VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
     "tokens": (_INT32, False), "logprobs": (_FLOAT32, True), "token_level_reward": (_FLOAT32, True),
     "advantages": (_FLOAT32, True), "returns": (_FLOAT32, True), "action_mask": (np.dtype(np.bool_), True),
@@ -41,7 +42,7 @@ _EMPTY: Final[dict[str, Any]] = dict.fromkeys((*ARRAYS, *TEXTS, *JSON, "reward",
 
 
 def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
-    """Yield the columns of all array fields that any of these experiences has."""
+    """Yield a column for each array field that any of these experiences has."""
     for name in ARRAYS:
         arrays = [f[name] for f in fields]
         if any(a is not None for a in arrays):
@@ -52,7 +53,7 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
-    """Return the item: all fields but the arrays, and but None and empty ones, which `fields_of` restores."""
+    """Return the JSON item of an experience: its fields without arrays, None and empty values."""
     item = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
     item |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
     item |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
@@ -67,9 +68,9 @@ def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
 def difference(
     fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], base_place: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return the item and the arrays (for `columns_of`) by which an experience differs, in bits, from its base.
+    """Return the item and the arrays (for `columns_of`) in which an experience differs from its base, bit by bit.
 
-    `base_place`: index of the base's source in the new payload, and number of the base there.
+    `base_place`: index of the base's payload in the new payload's sources, and number of the base in that payload.
     """
     new_item = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
@@ -88,7 +89,7 @@ def difference(
 
 
 def same_array(a: Array, b: Array | None) -> bool:
-    """Compare two arrays by dtype, shape and bits."""
+    """Return True if two arrays have the same dtype, shape and bits."""
     return b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -97,58 +98,58 @@ class Decoded(NamedTuple):
     """Experiences as items and columns."""
 
     items: list[Fields]
-    """The fields of each experience that are no arrays, as `item_of` makes them; experiences may share values."""
+    """Item of each experience, with all fields but the arrays. Experiences may share values."""
     columns: dict[ColumnKey, FlatColumn]
 
 
 class Decoder:
-    """Collector of experiences of open payloads."""
+    """Collector of experiences from open payloads. Rows are numbered through all these payloads."""
 
     def __init__(self) -> None:
         self._firsts: dict[int, int] = {}
-        """Row of the first experience of each payload, by the payload's `id`; rows are counted over all payloads."""
+        """Row of the first experience of each payload, by the payload's `id`."""
         self._payloads: list[Payload] = []
         self._rows = 0
         self._items: list[Fields] = []
         self._own: list[Array] = []
-        """Rows of the experiences."""
+        """Row of each experience."""
         self._bases: list[Array] = []
-        """Rows of the experiences' bases; -1 without one."""
+        """Row of each experience's base; -1 without one."""
         self._without: dict[str, list[int]] = {}
-        """Experiences (indices) that do not have the arrays of their base, by field."""
+        """Field -> experiences (indices) that lack the array which their base has."""
 
     def add(self, payload: Payload, numbers: range, sources: Mapping[int, Payload]) -> None:
-        """Add these experiences of a payload; `sources`: the payloads of their bases. Raises CorruptPayload."""
+        """Add these experiences of a payload. `sources` are the payloads of their bases. Raises CorruptPayload."""
         items, bases = payload.items[numbers.start : numbers.stop], [-1] * len(numbers)
-        complete = {source: self._complete(payload.sources[source], sources.get(source))
-                    for source in sorted(source_numbers(payload, numbers))}
-        for number, item in enumerate(items if complete else ()):
+        source_parts = {source: self._source_part(payload.sources[source], sources.get(source))
+                        for source in sorted(source_numbers(payload, numbers))}
+        for number, item in enumerate(items if source_parts else ()):
             base = item.get("of")
             if base is not None:
                 source, base_number = base
-                first, source_items = complete[source]
+                first, source_items = source_parts[source]
                 if not 0 <= base_number < len(source_items):
                     digest = payload.sources[source]
                     raise CorruptPayload(f"payload {digest} holds {len(source_items)} experiences, and another payload "
                                          f"refers to number {base_number}", digest=digest)
                 bases[number] = first + base_number
                 items[number] = self._completed(item, source_items[base_number], len(self._items) + number)
-        self._own.append(np.arange(numbers.start, numbers.stop) + self._first(payload))
+        self._own.append(np.arange(numbers.start, numbers.stop) + self._first_row(payload))
         self._bases.append(np.array(bases, np.int64))
         self._items += items
 
-    def _complete(self, digest: str, source: Payload | None) -> tuple[int, list[Fields]]:
-        """Return the row of the first experience of a source, and its items, all complete."""
+    def _source_part(self, digest: str, source: Payload | None) -> tuple[int, list[Fields]]:
+        """Return the row of a source's first experience, and its items. Raises CorruptPayload if they have bases."""
         if source is None:
             raise CorruptPayload("this payload holds only the differences from experiences in another payload: read it "
                                  "from the payload store with `read_experiences`")
         if source.sources:
             raise CorruptPayload(f"payload {digest} holds only the differences from experiences in another payload, "
                                  "and a further payload refers to it", digest=digest)
-        return self._first(source), source.items
+        return self._first_row(source), source.items
 
-    def _first(self, payload: Payload) -> int:
-        """Return the row of the first experience of a payload, after giving rows to a new one."""
+    def _first_row(self, payload: Payload) -> int:
+        """Return the row of a payload's first experience. A new payload gets the next rows."""
         if id(payload) not in self._firsts:
             self._firsts[id(payload)] = self._rows
             self._payloads.append(payload)
@@ -156,7 +157,7 @@ class Decoder:
         return self._firsts[id(payload)]
 
     def _completed(self, item: Fields, base: Fields, number: int) -> Fields:
-        """Return the item of experience `number` with the fields of its base that it does not replace."""
+        """Return the item of experience `number`, completed with the fields of its base."""
         if len(item) == 1:
             return base
         without = item.get("without", ())
@@ -165,9 +166,9 @@ class Decoder:
         return {k: v for k, v in {**base, **item}.items() if k not in without and k not in ("of", "without")}
 
     def decoded(self) -> Decoded:
-        """Return all experiences, in the order in which they were added."""
+        """Return all added experiences, in order."""
         counts = [len(payload.items) for payload in self._payloads]
-        own, bases = _joined(self._own), _joined(self._bases)
+        own, bases = _concatenated(self._own), _concatenated(self._bases)
         names = dict[str, list[ColumnKey]]()
         for key in dict.fromkeys(key for payload in self._payloads for key in payload.columns):
             names.setdefault(key[0], []).append(key)
@@ -186,18 +187,18 @@ class Decoder:
 
 
 def source_numbers(payload: Payload, numbers: range) -> set[int]:
-    """Return the sources (indices in `payload.sources`) that these experiences need."""
+    """Return the indices in `payload.sources` of the payloads that hold these experiences' bases."""
     items = payload.items[numbers.start : numbers.stop] if payload.sources else []
     return {item["of"][0] for item in items if "of" in item}
 
 
-def _joined(arrays: Sequence[Array]) -> Array:
+def _concatenated(arrays: Sequence[Array]) -> Array:
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
 def fields_of(decoded: Decoded) -> list[Fields]:
-    """Return the fields of each experience; arrays are views of the columns, JSON values are copies."""
-    all_fields = [_fields_of(item) for item in orjson.loads(orjson.dumps(decoded.items))]
+    """Return the fields of each experience. Arrays are views of the columns, JSON values are copies."""
+    all_fields = [_fields_without_arrays(item) for item in orjson.loads(orjson.dumps(decoded.items))]
     for (name, key, _), column in decoded.columns.items():
         for fields, array in zip(all_fields, column.arrays(), strict=True):
             if array is not None and key is None:
@@ -207,8 +208,8 @@ def fields_of(decoded: Decoded) -> list[Fields]:
     return all_fields
 
 
-def _fields_of(item: Fields) -> Fields:
-    """Return the fields of an experience from its item, but for arrays; fields that the item lacks are empty."""
+def _fields_without_arrays(item: Fields) -> Fields:
+    """Return an experience's fields from its item. Arrays, and other fields that the item lacks, are None or empty."""
     fields = {**_EMPTY, "info": {}, "metrics": {}, **item, "eid": EID(*item["eid"])}
     fields["experience_type"] = TYPES[fields.pop("type")]
     fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]

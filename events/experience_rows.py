@@ -1,4 +1,4 @@
-"""Experiences as rows of one table, for `export` and for the outputs of the pipeline."""
+"""Experiences as a table with a row for each, for `export` and for the outputs of the pipeline."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COLUMNS = (
     "prompt_length", "action_mask", "logprobs", "reward", "advantages", "returns", "oldest_version", "newest_version",
     "runner", "attempt", "trained_step", "truncated", "metrics", "info",
 )
-"""Columns of the table. `tokens` are prompt and completion, the first `prompt_length` are the prompt; `action_mask,
-logprobs, advantages, returns` have a value per completion token. `prompt` and `completion` are None if the rollout kept
-no text: nothing is decoded here. The versions are the oldest and newest weights that made any of its tokens. `runner,
-attempt, trained_step` come from the log, and are None in an output's file."""
+"""Columns of the table. `tokens` are prompt and completion, and the first `prompt_length` of them are the prompt.
+`action_mask, logprobs, advantages, returns` have a value per completion token. `prompt` and `completion` are None if
+the rollout kept no text, because tokens are not decoded here. `oldest_version` and `newest_version` are those of the
+weights that made any of the tokens. `runner, attempt, trained_step` come from the log; a pipeline's output has None."""
 
 
 def json_lines(columns: Mapping[str, Any]) -> bytes:
-    """Return a line of JSON for each row of COLUMNS, with null for numbers that are not finite."""
+    """Return the rows of these COLUMNS as lines of JSON, with null for numbers that are not finite."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     lists = [v.arrays() if isinstance(v := columns[name], FlatColumn) else v for name in COLUMNS]
     rows = zip(*lists, strict=True)
@@ -45,7 +45,7 @@ def require_parquet() -> Any:
 
 
 def arrow_table(columns: Mapping[str, Any]) -> Any:
-    """Return COLUMNS as a `pyarrow.Table`: `batch` and `task` as text, `messages, metrics` and `info` as JSON.
+    """Return these COLUMNS as a `pyarrow.Table`: `batch` and `task` as text, `messages`, `metrics`, `info` as JSON.
 
     Raises ConfigError if pyarrow is not installed.
     """
@@ -58,11 +58,11 @@ def arrow_table(columns: Mapping[str, Any]) -> Any:
         "trained_step": integer,
     }
     schema = pa.schema([(name, types.get(name, text_type)) for name in COLUMNS])
-    return pa.Table.from_arrays([_arrow(pa, f.name, columns[f.name], f.type) for f in schema], schema=schema)
+    return pa.Table.from_arrays([_arrow_array(pa, f.name, columns[f.name], f.type) for f in schema], schema=schema)
 
 
-def _arrow(pa: Any, name: str, values: Any, type_: Any) -> Any:
-    """Return a column as an array of arrow."""
+def _arrow_array(pa: Any, name: str, values: Any, type_: Any) -> Any:
+    """Return the values of one column as an arrow array. Raises DataError if they are too many for one."""
     if isinstance(values, FlatColumn):
         if values.offsets[-1] > LARGEST_COLUMN:
             raise DataError(f"{name} have {values.offsets[-1]:,} values, and a column of arrow holds "
@@ -77,14 +77,14 @@ def _arrow(pa: Any, name: str, values: Any, type_: Any) -> Any:
 
 
 class ParquetTable:
-    """Parquet file of rows, as `arrow_table` makes them."""
+    """Writer of a Parquet file with the columns of `arrow_table`."""
 
     def __init__(self, file: IO[bytes], compression: str = "zstd") -> None:
         schema = arrow_table(dict.fromkeys(COLUMNS, ())).schema
         self._writer = require_parquet().parquet.ParquetWriter(file, schema, compression=compression)
 
     def write(self, columns: Mapping[str, Any]) -> None:
-        """Append these COLUMNS to the file, converted as by `arrow_table`."""
+        """Append the rows of these COLUMNS to the file."""
         self._writer.write_table(arrow_table(columns))
 
     def close(self) -> None:

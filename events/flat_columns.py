@@ -1,4 +1,4 @@
-"""Arrays of many experiences, one after the other in one flat array."""
+"""Arrays of many experiences, concatenated in one flat array."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["Array", "FlatColumn", "Rows", "expanded", "offsets_of", "presence"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LONG_RUN: Final = 512
-"""Mean length of runs from which a slice for each is faster than `np.repeat`."""
+"""Mean run length from which writing a slice per run is faster than `np.repeat`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatColumn:
-    """One array for each of N experiences: `column[i]` is the array of experience `i`, None if it has none."""
+    """Arrays of N experiences: `column[i]` is the array of experience `i`, or None if it has none."""
 
     values: Array
-    """All arrays one after the other, in C order; an experience without an array has no values."""
+    """All arrays concatenated, each in C order."""
     offsets: Array
     """int64 [N + 1]: the values of experience `i` are `values[offsets[i] : offsets[i + 1]]`."""
     present: Array
-    """bool [N], false for experiences without an array."""
+    """bool [N]: true for experiences with an array."""
     shapes: list[Any] | None = None
-    """Shape of each array, None for experiences without one; None if all arrays have one dimension."""
+    """Shape of each array (None for an experience without one), or None if all arrays have one dimension."""
 
     @property
     def lengths(self) -> Array:
@@ -43,21 +43,24 @@ class FlatColumn:
         return array if self.shapes is None else array.reshape(self.shapes[number])
 
     def arrays(self) -> list[Array | None]:
-        """Return the array of each experience as a view of `values`, or None."""
+        """Return a list of each experience's array, as a view of `values`, or None."""
         ends, values = self.offsets.tolist(), self.values
         out = [values[a:b] for a, b in pairwise(ends)]
         if self.shapes is not None:
             return [None if s is None else a.reshape(s) for a, s in zip(out, self.shapes, strict=True)]
-        return [a if is_there else None for a, is_there in zip(out, self.present.tolist(), strict=True)]
+        return [a if is_present else None for a, is_present in zip(out, self.present.tolist(), strict=True)]
 
     @classmethod
     def empty(cls, rows: int, dtype: np.dtype[Any]) -> FlatColumn:
-        """Return the column of experiences without an array."""
+        """Return a column for `rows` experiences that have no array."""
         return cls(np.empty(0, dtype), np.zeros(rows + 1, np.int64), np.zeros(rows, np.bool_))
 
     @classmethod
     def of_shapes(cls, values: Array, shapes: Sequence[Any]) -> FlatColumn:
-        """Return the column of arrays with these shapes: a number for one dimension, a list for others, or None."""
+        """Return the column of concatenated arrays with these shapes.
+
+        A shape is a number for one dimension, a list for several, or None for an experience without an array.
+        """
         kinds = set(map(type, shapes))
         if kinds <= {int}:
             present, sizes = np.ones(len(shapes), np.bool_), shapes
@@ -68,14 +71,14 @@ class FlatColumn:
 
 
 def offsets_of(lengths: Sequence[int] | Array) -> Array:
-    """Return int64 [N + 1], the offsets of arrays with these lengths."""
+    """Return the offsets, int64 [N + 1], of concatenated arrays with these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def expanded(values: Array, lengths: Array, size: int) -> Array:
-    """Return each value as often as `lengths` says, `size` values together."""
+    """Repeat each value as often as its entry in `lengths`. `size` is the length of the result."""
     if size < LONG_RUN * len(values):
         return np.repeat(values, lengths)
     out = np.empty(size, values.dtype)
@@ -86,16 +89,19 @@ def expanded(values: Array, lengths: Array, size: int) -> Array:
 
 
 def presence(columns: Sequence[FlatColumn | None], counts: Sequence[int]) -> Array:
-    """Return bool [rows of all files]: whether the row has an array in its file's column, which a file may lack."""
+    """Return a bool for each row of all files: true if it has an array. `counts`: rows of each file.
+
+    `columns` has the column of each file, or None if the file lacks it.
+    """
     files = zip(columns, counts, strict=True)
-    return _joined([np.zeros(n, np.bool_) if c is None else c.present for c, n in files])
+    return _concatenated([np.zeros(n, np.bool_) if c is None else c.present for c, n in files])
 
 
 class Rows:
-    """Rows of several files, which are copied out of each file's columns in runs of rows that lie side by side."""
+    """Selection of rows of several files. Rows that are adjacent in a file are copied together, as a run."""
 
     def __init__(self, counts: Sequence[int], rows: Array) -> None:
-        """Choose `rows` (int64 [N], counted over all files) of files with `counts` rows each."""
+        """Select `rows` (int64 [N], numbered through all files) of files that have `counts` rows each."""
         self._counts, self._rows = counts, rows
         firsts = offsets_of(counts)
         files = np.searchsorted(firsts, rows, "right") - 1
@@ -105,32 +111,33 @@ class Rows:
         self._runs = list(
             zip(files[begins].tolist(), in_file[begins].tolist(), (in_file[ends] + 1).tolist(), strict=True)
         )
-        """(file, first row, end) of each run."""
+        """(file, first row, end row) of each run."""
 
     def gather(self, columns: Sequence[FlatColumn | None]) -> FlatColumn | None:
-        """Return the rows of a column of each file, in order; None if none of them has an array.
+        """Return the selected rows of one column, in order, or None if no such row has an array.
 
-        A file may lack the column. The result is writable, and has memory of its own unless it is one whole column.
+        `columns` has the column of each file, or None if the file lacks it. The result is writable. It is a copy unless
+        it is one whole column.
         """
         files = list(zip(columns, self._counts, strict=True))
         present = presence(columns, self._counts)[self._rows]
         if not present.any():
             return None
-        lengths = _joined([np.zeros(n, np.int64) if c is None else c.lengths for c, n in files])[self._rows]
+        lengths = _concatenated([np.zeros(n, np.int64) if c is None else c.lengths for c, n in files])[self._rows]
         runs = [(c, begin, end) for file, begin, end in self._runs if (c := columns[file]) is not None]
         shapes = None
         if any(c is not None and c.shapes is not None for c in columns):
             every = [shape for c, n in files for shape in ([None] * n if c is None else c.shapes or c.lengths.tolist())]
-            shapes = [every[row] if there else None for row, there in zip(self._rows, present, strict=True)]
-        return FlatColumn(_values(runs), offsets_of(lengths), present, shapes)
+            shapes = [every[row] if is_present else None for row, is_present in zip(self._rows, present, strict=True)]
+        return FlatColumn(_values_of_runs(runs), offsets_of(lengths), present, shapes)
 
 
-def _values(runs: Sequence[tuple[FlatColumn, int, int]]) -> Array:
+def _values_of_runs(runs: Sequence[tuple[FlatColumn, int, int]]) -> Array:
     column, begin, end = runs[0]
     if len(runs) == 1 and end - begin == len(column.present) and column.values.flags.writeable:
         return column.values
     return np.concatenate([c.values[c.offsets[begin] : c.offsets[end]] for c, begin, end in runs])
 
 
-def _joined(arrays: Sequence[Array]) -> Array:
+def _concatenated(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

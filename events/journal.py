@@ -1,9 +1,9 @@
-"""Records of a run's journal: the answers and step results that an attempt got from outside, as they come.
+"""Records of a journal: the model answers and step results of unfinished runs, written as they arrive.
 
-A journal is bytes: frames, each with its length and a checksum, so a tail that a crash has torn is cut off. The next
-attempt reads the records of the lost runs (`kept_runs`). Records of one call are joined by their offsets. A record that
-does not continue what is there, because another was lost, is left out. So a damaged journal gives a shorter prefix,
-never another one.
+A journal is a sequence of frames, each with its length and a checksum, so readers drop a tail that a crash has torn.
+The next attempt reads the records of the lost runs (`kept_runs`). Records of one answer are joined by their offsets. A
+record is left out if one before it was lost. So a damaged journal yields a shorter prefix of an answer, never a wrong
+one.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ __all__ = [
 ]
 
 Run = tuple[BatchId, str, int, int]
-"""Identity of a run: batch, submission, task, run."""
+"""Identity of a run: batch, submission, task, number of the run."""
 
 MOST_SPLICES = 8
-"""Maximum number of splices in one answer, since each shifts the distribution a little (about 1e-4 nats of KL)."""
+"""Maximum number of splices in one answer. Each one shifts the distribution a little (about 1e-4 nats of KL)."""
 
 _FRAME = struct.Struct("<II")
-"""Length and CRC-32 of the body, which is the length of its JSON, the JSON and the arrays."""
+"""Length and CRC-32 of a frame's body. The body is the length of its JSON, the JSON, and the arrays."""
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass(slots=True, kw_only=True)
 class KeptAnswer:
-    """One answer to one call, or its beginning."""
+    """Complete or partial answer of a model to one call."""
 
     prompt: list[int] = field(default_factory=list)
-    """Token ids of the prompt, if the call was made with a text; else empty."""
+    """Token ids of the prompt if the call had a text as prompt; else empty."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
     """Logprob of each token, float32 values; None if the call asked for none."""
     spans: list[list[int]] = field(default_factory=list)
     """`[model_version, start, end]` over the tokens."""
     splices: list[int] = field(default_factory=list)
-    """Offsets at which an attempt went on with what an earlier one had."""
+    """Offsets in the tokens at which an attempt continued an earlier attempt's answer."""
     finish: str = ""
-    """Finish reason of a complete answer; empty while it is not."""
+    """Finish reason of a complete answer; empty for a partial one."""
     text: str = ""
     """Text of a complete answer."""
     adapter: list[Any] | None = None
-    """Name and version of the LoRA adapter that answers."""
+    """Name and version of the LoRA adapter that answered; None for the base weights."""
     forbids: str = ""
-    """The sampling field with which a partial answer can't go on; empty if it can."""
+    """Name of the sampling field because of which a partial answer can't be continued; empty if it can be."""
     left_out: int = 0
-    """Tokens of later records that can't be joined, because records before them are missing."""
+    """Number of tokens in later records that were left out because records before them are missing."""
     model: str = ""
     max_tokens: int = 0
-    """Maximum number of tokens of the whole; 0 if it is unknown."""
+    """Maximum number of tokens of the complete answer; 0 if unknown."""
 
     @property
     def refusal(self) -> str:
-        """The reason why the answer can't go on; empty if it can, or is whole."""
+        """Reason why the answer can't be continued; empty if it can be, or is complete."""
         if self.finish:
             return ""
         return self.forbids or ("" if len(self.splices) < MOST_SPLICES else f"{MOST_SPLICES} splices")
@@ -74,34 +74,34 @@ class KeptAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class KeptStep:
-    """One step of a workflow. `done` is false if it began and its end is unknown."""
+    """One step of a workflow. `done` is false if the step began and the journal has no end of it."""
 
     done: bool = False
     value: Any = None
     error: dict[str, Any] | None = None
-    """The error that it raised (`error_to_dict`); None if it returned the value."""
+    """Error that the step raised (`error_to_dict`); None if it returned `value`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class KeptRun:
-    """Everything that the journal has of one run."""
+    """All journal records of one run, joined."""
 
     calls: dict[tuple[str, int], dict[int, KeptAnswer]] = field(default_factory=dict)
-    """Answers by the call's fingerprint and occurrence, then by their number among the call's `n`."""
+    """(fingerprint of a call, occurrence) -> answers by their number among the call's `n`."""
     steps: dict[tuple[str, int], KeptStep] = field(default_factory=dict)
-    """Steps by name, blank and digest of the arguments, and by occurrence."""
+    """(name and digest of arguments with a blank between, occurrence) -> step."""
     seconds: float = 0.0
-    """How long the attempts had played at the last record."""
+    """Seconds that all attempts together had taken at the last record."""
     possibly_delivered: list[str] = field(default_factory=list)
-    """Names of the steps that made the run start over."""
+    """Names of unfinished steps because of which the run has to start from the beginning."""
 
     def open_steps(self) -> list[str]:
-        """Return the names of unfinished steps, whose effect may have happened."""
+        """Return the names of unfinished steps, whose side effect may have happened."""
         return [key.rpartition(" ")[0] for (key, _), step in self.steps.items() if not step.done]
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return 32 hex digits that are equal for equal JSON values or bytes."""
+    """Return a hash of JSON values or bytes, as 32 hex digits."""
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else orjson.dumps(part, option=orjson.OPT_SORT_KEYS)
@@ -117,14 +117,14 @@ def _frame(head: dict[str, Any], arrays: bytes = b"") -> bytes:
 
 
 def attempt(run: Run, number: int) -> bytes:
-    """Return the record with which a later attempt at a run begins: what a life has of earlier ones is over."""
+    """Return the record that begins a later attempt at a run. Earlier records of the run no longer count."""
     return _frame({"run": run, "attempt": number})
 
 
 def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int, new: KeptAnswer) -> bytes:
-    """Return the record of further tokens of an answer, from offset `start` on; `new.spans` are those of the whole.
+    """Return the record of an answer's next tokens, from offset `start` on. `new.spans` cover the whole answer.
 
-    `seconds`: how long the run has played, with its earlier attempts.
+    `seconds`: time that the run has taken, including earlier attempts.
     """
     head: dict[str, Any] = {"run": run, "s": round(seconds, 3), "call": call, "nth": nth, "choice": choice,
                             "at": start, "n": len(new.tokens)}
@@ -140,24 +140,24 @@ def chunk(run: Run, seconds: float, call: str, nth: int, choice: int, start: int
 def step(
     run: Run, seconds: float, key: str, nth: int, *, done: bool, value: Any = None, error: dict[str, Any] | None = None
 ) -> bytes:
-    """Return the record of a step's beginning, or of its end with the value or the error, which must be JSON."""
-    ended = {"value": value, "done": 1, **({"error": error} if error else {})} if done else {}
-    return _frame({"run": run, "s": round(seconds, 3), "step": key, "nth": nth, **ended})
+    """Return the record of a step's beginning or, if `done`, of its end with a value or an error in JSON."""
+    end = {"value": value, "done": 1, **({"error": error} if error else {})} if done else {}
+    return _frame({"run": run, "s": round(seconds, 3), "step": key, "nth": nth, **end})
 
 
 def without_open_steps(data: bytes) -> bytes:
-    """Replace all records of each run with an open step by a single record that lists its open steps."""
-    opened = {number: kept for number, kept in kept_runs([data]).items() if kept.open_steps()}
+    """Return a journal in which one record that lists the open steps replaces all records of a run with open steps."""
+    to_replace = {number: kept for number, kept in kept_runs([data]).items() if kept.open_steps()}
     rest, runs = [], dict[int, Run]()
     for head, _, frame in frames(data):
         run = run_of(head)
-        if run[3] in opened:
+        if run[3] in to_replace:
             runs[run[3]] = run
         else:
             rest.append(frame)
     return b"".join(rest) + b"".join(
         _frame({"run": runs[number], "s": kept.seconds, "over": [*kept.possibly_delivered, *kept.open_steps()]})
-        for number, kept in opened.items()
+        for number, kept in to_replace.items()
     )
 
 
@@ -180,7 +180,7 @@ def run_of(head: dict[str, Any]) -> Run:
 
 
 def kept_runs(parts: Iterable[bytes]) -> dict[int, KeptRun]:
-    """Return what the parts of a journal have of each run of one task, by the run's number."""
+    """Join the records in these parts of a journal for each run of one task. Return them by the run's number."""
     runs: dict[int, KeptRun] = {}
     for part in parts:
         for head, arrays, _ in frames(part):
@@ -189,17 +189,17 @@ def kept_runs(parts: Iterable[bytes]) -> dict[int, KeptRun]:
             if "over" in head:
                 kept.possibly_delivered = head["over"]
             elif "step" in head:
-                known = kept.steps.setdefault((head["step"], head["nth"]), KeptStep())
+                step_ = kept.steps.setdefault((head["step"], head["nth"]), KeptStep())
                 if "done" in head:
-                    known.done, known.value, known.error = True, head["value"], head.get("error")
+                    step_.done, step_.value, step_.error = True, head["value"], head.get("error")
             else:
                 answers = kept.calls.setdefault((head["call"], head["nth"]), {})
-                _continue(answers.setdefault(head["choice"], KeptAnswer()), head, arrays)
+                _extend_answer(answers.setdefault(head["choice"], KeptAnswer()), head, arrays)
     return runs
 
 
-def _continue(answer: KeptAnswer, head: dict[str, Any], arrays: bytes) -> None:
-    """Add the tokens of a record that begins where the answer ends, or that begins it again from its start."""
+def _extend_answer(answer: KeptAnswer, head: dict[str, Any], arrays: bytes) -> None:
+    """Add a record's tokens if they begin where the answer ends. A record at offset 0 begins the answer again."""
     if answer.finish:
         return
     if head["at"] == 0:

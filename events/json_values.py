@@ -1,4 +1,4 @@
-"""JSON values of any origin, copied to Python's own types."""
+"""Copies of JSON-like values (numpy, torch, enums) in Python's own types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own lev
 
 
 class NotPlain(Exception):
-    """Value that can't be JSON. `path` leads to it, innermost part first."""
+    """A value can't be written as JSON. `path` holds the keys and indexes that lead to it, innermost first."""
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
@@ -81,7 +81,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, as `object_pairs_hook` of `json.loads`. Raises ValueError if a key appears twice."""
+    """Return the dict of these pairs, as `object_pairs_hook` of `json.loads`. Raises ValueError for a repeated key."""
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:

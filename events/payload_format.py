@@ -2,16 +2,17 @@
 
 The format, version 2, is a safetensors file:
 - metadata `trinity_es`: JSON `{"version": 2, "crc32": int}`, the checksum over all tensors.
-- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...], "sources": [...]}`. An item holds the parts of an
-  experience that are no arrays. Sources are the digests of other payloads; items refer to them by index.
-- tensors `0`, `1`, ...: one flat tensor per (field, dtype) with all experiences' arrays one after the other, C order.
-  Its column `[field, key, dtype, shapes]` has every experience's shape: null (None), a number (1-D) or a list. `shapes`
-  may be the index of an earlier column with the same shapes.
-- tensors `0.lengths`, `1.lengths`, ...: run lengths. Then its tensor holds one value per run of bitwise equal values:
-  an advantage that is the same for a response, a mask that is true throughout.
+- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...], "sources": [...]}`. An item holds the fields of
+  an experience that are no arrays. Sources are digests of other payloads; items refer to them by index.
+- tensors `0`, `1`, ...: one flat tensor per (field, dtype), the concatenated arrays of all experiences in C order. The
+  entry in `columns`, `[field, key, dtype, shapes]`, has each experience's shape: null (no array), a number (1-D) or a
+  list. `shapes` may be the index of an earlier column with the same shapes.
+- tensors `0.lengths`, `1.lengths`, ...: run lengths, if tensor `0`, `1`, ... holds one value per run of bitwise equal
+  values, such as an advantage that is the same for a whole response.
 
-Version 1 lacks sources, run lengths and the index in place of shapes. Payloads are addressed by content, so the same
-input gives the same bytes. This module reads and writes the format itself: safetensors copies all that it reads.
+Version 1 has no sources, no run lengths and no index in place of shapes. Payloads are addressed by content, so the same
+input gives the same bytes. This module reads and writes the format itself, because the safetensors library copies all
+that it reads.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from trinity_es.events.flat_columns import Array, FlatColumn, expanded
 __all__ = ["DTYPES", "Array", "Column", "ColumnKey", "Payload", "decoding", "encode"]
 
 ColumnKey = tuple[str, str | None, str]
-"""Field, key (if the field is a dict of arrays) and name of the dtype."""
+"""Field, key in the field (if it is a dict of arrays), and name of the dtype."""
 
 _VERSION: Final = 2
 _VERSIONS: Final = (1, 2)
 _METADATA: Final = "trinity_es"
 _TENSOR_ENTRY_BYTES: Final = 80
-"""Bytes that one more tensor's entry takes in the file's header."""
+"""Approximate bytes of a tensor's entry in the file's header."""
 
 _CODES: Final = {
     "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -46,24 +47,24 @@ _CODES: Final = {
 }
 _DTYPES: Final = {code: np.dtype(name) for name, code in _CODES.items()}
 DTYPES: Final = {np.dtype(name): name for name in _CODES}
-"""Dtypes that both numpy and every safetensors release we allow can hold."""
+"""Dtypes that numpy and every supported release of safetensors can hold."""
 
 _NONE: Final[Array] = np.empty(0, np.uint8)
 
 
 class Column(NamedTuple):
-    """A field's arrays to write, one per experience."""
+    """Arrays of one field to write, one per experience."""
 
     name: str
     key: str | None
-    """Key of the array, if the field is a dict of arrays."""
+    """Key in the field, if it is a dict of arrays."""
     arrays: list[Array | None]
-    """None if this experience lacks the array."""
+    """Array of each experience; None if it has none."""
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
 def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequence[str] = ()) -> bytes:
-    """Return the file of these items (one per experience), arrays, and digests of sources."""
+    """Return a payload file with these items (one per experience), columns of arrays, and digests of sources."""
     entries: list[list[Any]] = []
     all_shapes: list[list[Any]] = []
     tensors: dict[str, Array] = {}
@@ -83,7 +84,7 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequ
 
 
 def _as_runs(name: str, flat_array: Array) -> dict[str, Array] | None:
-    """Return a flat array as two tensors, values and lengths of its runs of equal values; None if not smaller."""
+    """Return a flat array run-length encoded, as two tensors of values and lengths, or None if that is not smaller."""
     if not flat_array.size or flat_array.size >= 2**32:
         return None
     bits = flat_array.view(f"u{flat_array.itemsize}")  # compared by bits, -0.0 differs from 0.0 and a NaN equals itself
@@ -95,7 +96,7 @@ def _as_runs(name: str, flat_array: Array) -> dict[str, Array] | None:
 
 
 def _file(tensors: dict[str, Array], metadata: str) -> bytes:
-    """Return a safetensors file, the widest numbers first, so that each lies at a multiple of its width."""
+    """Return a safetensors file. The widest dtypes come first, so that each tensor is aligned to its item size."""
     header: dict[str, Any] = {"__metadata__": {_METADATA: metadata}}
     parts = list[Any]()
     end = 0
@@ -109,7 +110,7 @@ def _file(tensors: dict[str, Array], metadata: str) -> bytes:
 
 
 def _checksum(tensors: dict[str, Array]) -> int:
-    """Compute CRC-32 over the header, then every column's type and bytes."""
+    """Return the CRC-32 over the header and every column's dtype, shape and bytes."""
     crc = zlib.crc32(tensors["header"].data)
     for number in range(len(tensors)):
         for name in (str(number), f"{number}.lengths"):
@@ -123,7 +124,7 @@ def _checksum(tensors: dict[str, Array]) -> int:
 # --- reading --------------------------------------------------------------------------------------------------------
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Turn any error while decoding foreign bytes into CorruptPayload."""
+    """Turn any error in the block, which decodes untrusted bytes, into CorruptPayload."""
     try:
         yield
     except CorruptPayload:
@@ -135,11 +136,11 @@ def decoding() -> Iterator[None]:
 class Payload:
     """An open payload: its items, and its columns as views of the bytes.
 
-    Raises CorruptPayload for an unknown version or a wrong checksum. Other bytes may raise any error: use `decoding`.
+    Raises CorruptPayload for an unknown version or a wrong checksum. Invalid bytes may raise any error: use `decoding`.
     """
 
     def __init__(self, data: bytes | bytearray | mmap, *, checked: bool = False) -> None:
-        """Open the payload; `checked` skips the checksum, because the SHA-256 of the bytes was compared before."""
+        """Open a payload. With `checked` the checksum is skipped, because the caller compared the bytes' SHA-256."""
         metadata, self._tensors = _open_file(data)
         if metadata["version"] not in _VERSIONS:
             raise CorruptPayload(
@@ -162,14 +163,14 @@ class Payload:
             raise CorruptPayload("this payload is wrong: a column does not have an entry for each experience")
 
     def part(self, first: int, count: int | None) -> range:
-        """Return the range of `count` experiences (None: all that follow) from `first` on. Raises CorruptPayload."""
+        """Return the range of `count` experiences from `first` on (None: to the end). Raises CorruptPayload."""
         last = len(self.items) if count is None else first + count
         if not first <= last <= len(self.items):
             raise CorruptPayload(f"this payload holds {len(self.items)} experiences, but {last} were requested")
         return range(first, last)
 
     def _flat_array(self, name: str, size: int) -> Array:
-        """Return a column's flat tensor of `size` numbers, expanded if it was stored as runs."""
+        """Return a column's flat tensor of `size` numbers, expanded if it is run-length encoded."""
         flat_array, lengths = self._tensors[name], self._tensors.get(f"{name}.lengths")
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:
@@ -181,7 +182,7 @@ class Payload:
 
 
 def _open_file(data: bytes | bytearray | mmap) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return our metadata and the tensors (views) of a safetensors file. Bad bytes may raise any error."""
+    """Return our metadata in a safetensors file, and its tensors as views. Invalid bytes may raise any error."""
     body_start = 8 + int.from_bytes(data[:8], "little")
     header = orjson.loads(memoryview(data)[8:body_start])
     metadata = orjson.loads(header.pop("__metadata__")[_METADATA])

@@ -1,7 +1,7 @@
-"""Files and folders for this user alone, and locks on them.
+"""Files and folders that only this user may open, and locks on them.
 
-flock and SQLite's locks need only the right to read, so any user who could read a file could hold its lock. That is why
-the files of a run have mode 0600, in folders of mode 0700.
+flock and SQLite's locks need only the right to read, so any user who can read a file can hold its lock. That is why the
+files of a run have mode 0600, in folders of mode 0700.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ RETRY_SECONDS = 0.02
 """Interval between two tries for a lock."""
 
 TELL_SECONDS = 2.0
-"""Seconds of waiting for a lock after which `tell` gets a description of its holder."""
+"""Seconds of waiting for a lock after which `tell` is called."""
 
 
 def make_private_folder(path: str | Path) -> None:
-    """Make a folder and its missing parents, mode 0700, with their names on the disk. Raises OSError."""
+    """Make a folder and its missing parents with mode 0700, and sync their names to the disk. Raises OSError."""
     path = Path(path)
     if not path.is_dir():
         if path.parent != path:
@@ -40,13 +40,13 @@ def make_private_folder(path: str | Path) -> None:
 
 
 def require_regular(path: str | Path) -> None:
-    """Require a regular file, since reading a pipe or /dev/zero may never end. Raises OSError."""
+    """Raise OSError unless this is a regular file. A read of a pipe or of /dev/zero may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:
-    """Open a file, and make it for this user alone if it is missing. Raises OSError."""
+    """Open a file, creating it with mode 0600 if it is missing, and return its descriptor. Raises OSError."""
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
@@ -55,9 +55,9 @@ def create_private(path: str | Path) -> None:
 
 
 def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None = None) -> str | None:
-    """Take the lock of an open file, and return None. If it is not free in `seconds`, describe its holder instead.
+    """Take the lock of an open file and return None, or return a description of its holder after `seconds`.
 
-    `tell` gets that description after TELL_SECONDS, once. The lock ends with its process.
+    If the wait takes TELL_SECONDS, call `tell` once with that description. The lock ends with its process.
     """
     started_at = time.monotonic()
     while True:
@@ -75,7 +75,7 @@ def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None
 
 
 def holder(handle: int) -> str:
-    """Describe the process that locks this open file: "process 12 (python x.py) of user root" if /proc shows it."""
+    """Describe the process that locks this open file, as "process 12 (python x.py) of user root" if /proc shows it."""
     status = os.fstat(handle)
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     try:
@@ -89,11 +89,11 @@ def holder(handle: int) -> str:
     if not matches:
         return "another process, which can't be seen from here"
     best = max(matches, key=lambda match: (match[2] == device, int(match[1])))  # preferably with stat's device
-    return _description(int(best[1]))
+    return _process_description(int(best[1]))
 
 
-def _description(pid: int) -> str:
-    """Describe a process by its pid, its user, and the beginning of its command if it is of this user."""
+def _process_description(pid: int) -> str:
+    """Describe a process by its pid and user, and by the beginning of its command if this user started it."""
     try:
         command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         user_id = os.stat(f"/proc/{pid}").st_uid

@@ -1,7 +1,7 @@
-"""Identity of processes, although pids are reused and clocks are set.
+"""Identity of processes, which holds although pids are reused and clocks are set.
 
-A pid and a start identify a process. The start is made of the clock ticks from the machine's boot (field 22 of
-/proc/PID/stat), the boot's id, and the pid namespace. psutil's `create_time()` changes when the clock is set.
+A pid and a start identify a process. The start is a text of the clock ticks since the machine's boot (field 22 of
+/proc/PID/stat), the boot's id and the pid namespace. psutil's `create_time()` changes when the clock is set.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = [
 ]
 
 WANTED_FILES = 65536
-"""Number of files that each process of ours may open, if this user may open that many."""
+"""Limit of open files that each process of the system gets, if this user's hard limit allows it."""
 LEAST_FILES = 128
-"""Number of files that a process of a small system may need: a runner that plays 16 units has 70 open."""
+"""Limit of open files that suffices for a small system. A runner that plays 16 units has 70 files open."""
 
 _PR_SET_PDEATHSIG = 1
 
 _ENDED = "ZX"
-"""States of a process that ended, until its parent reaps it."""
+"""States in /proc of a process that ended and was not yet reaped."""
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return the start of a process, which identifies it together with its pid; None if it has ended.
+    """Return the start of a process, which identifies it together with its pid, or None if it has ended.
 
-    A zombie counts as ended. Without an init that reaps orphans, as in some containers, it stays for ever.
+    A zombie counts as ended, because some containers have no init that reaps orphans.
     """
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")
@@ -42,7 +42,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files, since each client needs some, and return the new limit."""
+    """Raise this process's limit of open files to WANTED_FILES or the hard limit, and return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft == resource.RLIM_INFINITY:
@@ -53,7 +53,7 @@ def raise_file_limit() -> int:
 
 
 def process_lives(pid: int, started: object) -> bool:
-    """Return True if the process with this pid and `process_start_time` still runs, as seen from here."""
+    """Return True if the process with this pid and this `process_start_time` still runs."""
     return started is not None and process_start_time(pid) == started
 
 
@@ -67,9 +67,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def seen_from_here(started: object) -> bool | None:
-    """Return True if a process with this start is visible from here, None if it is in another pid namespace.
+    """Return True if /proc would show a process with this start: it has our boot and pid namespace.
 
-    False: its boot is over, or it runs on another machine. Only its host name shows which.
+    Return None if it has our boot and another pid namespace. Return False for another boot, of this machine or another.
     """
     boot_and_namespace, own = str(started).partition("@")[2], _boot_and_namespace()
     if boot_and_namespace == own:
@@ -79,7 +79,7 @@ def seen_from_here(started: object) -> bool | None:
 
 
 def _boot_and_namespace() -> str:
-    """Return the id of the machine's boot and of this pid namespace, as `boot/namespace`; "-" for an unreadable one."""
+    """Return the ids of the machine's boot and of this pid namespace as `boot/namespace`, with "-" if unreadable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

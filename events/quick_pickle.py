@@ -1,7 +1,7 @@
-"""Decorator with which frequently sent dataclasses pickle at a quarter of the usual cost.
+"""Decorator that makes dataclasses pickle at a quarter of the usual cost, for those that are sent often.
 
-Python looks up the fields of a frozen dataclass with slots for every object, which was a tenth of the coordinator's
-work for a task (docs/PROFILES.md).
+When Python pickles a frozen dataclass with slots, it looks up the fields for every object. This was a tenth of the
+coordinator's work for a task (docs/PROFILES.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def quickly_pickled(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass with slots and at least two fields pickle by the values of its fields, in order."""
+    """Make a frozen dataclass with slots and at least two fields pickle as the tuple of its values."""
     patched: Any = cls  # the same class, for mypy
     names = [f.name for f in fields(patched)]
     setters = [vars(patched)[name].__set__ for name in names]

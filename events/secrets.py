@@ -1,8 +1,9 @@
-"""Secrets: which values of a config and of a task must not be shown, and the file for those of tasks.
+"""Detection of secrets in configs and tasks, and the private file that keeps the secrets of tasks.
 
-A value is a secret by its key, its type (`Secret`, pydantic's SecretStr), or its form (a bearer token, an API key, a
-URL with a password). Recorded configs have `***` instead. Recorded tasks have a name, `${secret:...}`, since they may
-run again: a private file has the value, and the runner restores it just before the workflow gets the task.
+A value is a secret because of its key, its type (`Secret`, pydantic's SecretStr) or its form (a bearer token, an API
+key, a URL with a password). A recorded config has `***` in its place. A recorded task has a reference, `${secret:...}`,
+because the task may run again. The private file has the value, and the runner restores it just before the workflow gets
+the task.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ SECRET_KEYS = (
     "authorization", "auth", "bearer", "cookie", "credential", "credentials", "connection_string", "pat", "dsn",
     "webhook", "webhook_url",
 )
-"""Keys of secrets, alone or after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
+"""Keys that mark a secret, alone or after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
 
 _WITHOUT_PLURAL = ("token", "auth", "pwd", "authorization", "credentials")
 _PLURALS = tuple(f"{key}s" for key in SECRET_KEYS if key not in _WITHOUT_PLURAL)
-"""Keys of several secrets, such as `api_keys`. Plain `tokens` is not one of them, since those are a model's."""
+"""Keys of several secrets, such as `api_keys`. Plain `tokens` is left out, because it means a model's tokens."""
 _TOKENS_KEYS = tuple(f"{kind}_tokens" for kind in ("api", "auth", "access", "refresh", "bearer", "hf"))
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_KEYS?")
 """Name of an environment variable that holds a key: `OPENAI_KEY`."""
@@ -47,7 +48,7 @@ NO_SECRETS = re.compile(
     r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|stop|image|video|audio|think|thinking|start|end|begin|special|per|"
     r"prompt|response|max|min|separator)_?token$"
 )
-"""Keys that end with `token` and mean a token of a vocabulary."""
+"""Keys that end with `token` and mean a token of a model's vocabulary."""
 
 _PLACEHOLDER = re.compile(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+")
 _SECRET_FORM = re.compile(
@@ -58,27 +59,27 @@ _SECRET_IN_TEXT = re.compile(
     r"(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?i:bearer|basic)\s+(?P<value>[^\s'\"]{8,})|"
     r"(?P<key>\b(sk|rk)-[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b)"
 )
-"""Secret inside a longer text. It is stricter than `_SECRET_FORM`, since a prompt may speak of tokens and bearers."""
+"""Secret inside a longer text. Stricter than `_SECRET_FORM`, because a prompt may mention tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
 _URL_PASSWORDS = re.compile(r"(?<=://)[^\s/@:]*:([^\s/@]+)@")
 """Passwords of URLs inside a longer text."""
 _REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
 _MARK = "$secret"
 SHORT = 6
-"""Minimum length of a secret that is replaced in other texts; shorter ones occur in any text."""
+"""Minimum length of a secret to be masked in other texts. Shorter ones occur by chance."""
 LOCK_SECONDS = 10.0
-"""Seconds to wait for the lock of the secrets file, which a process holds for some milliseconds."""
+"""Maximum wait for the lock of the secrets file, which a process normally holds for some milliseconds."""
 
 
 class Secret(str):
-    """Text that must not be shown, whatever its key."""
+    """Text that is a secret under any key."""
 
     __slots__ = ()
 
 
 @lru_cache(4096)  # tasks have the same keys, thousands of times
 def is_secret_key(key: str) -> bool:
-    """Return True if this is a secret's key in any spelling: `hf_token`, `hfToken`, `X-Api-Key`, `OPENAI_KEY`."""
+    """Return True if a key marks a secret, in any spelling: `hf_token`, `hfToken`, `X-Api-Key`, `OPENAI_KEY`."""
     if _VARIABLE.fullmatch(key):
         return True
     name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()).strip("_")
@@ -88,7 +89,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Return True if this value must not be shown under this key. Numbers, flags and empty texts never are secret."""
+    """Return True if a value under this key is a secret. Numbers, booleans and empty texts never are."""
     if isinstance(value, Secret):
         return True
     if not isinstance(value, str) or not value or value == MASK or is_reference(value):
@@ -99,9 +100,10 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
-    """Return a JSON value in which `by(secret)` replaces every secret. `key`: the key of the value.
+    """Return a copy of a JSON value in which `by(secret)` replaces every secret. `key` is the key of the value.
 
-    Values in a list, or under a secret's key (`api_keys: {openai: ...}`), count as under that key.
+    Values in a list count as under the list's key. So do values of a dict under a secret's key (`api_keys: {openai:
+    ...}`).
     """
     if isinstance(value, Mapping):
         if (text := marked_text(value)) is not None:
@@ -114,7 +116,7 @@ def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
 
 
 def marked(value: Any) -> Any:
-    """Return a JSON value in which each `Secret` is `{"$secret": text}`, so that JSON keeps it."""
+    """Return a copy of a JSON value with each `Secret` as `{"$secret": text}`, so that JSON preserves the type."""
     if isinstance(value, Secret):
         return {_MARK: str(value)}
     if isinstance(value, Mapping):
@@ -123,7 +125,7 @@ def marked(value: Any) -> Any:
 
 
 def unmarked(value: Any) -> Any:
-    """Reverse `marked`; pydantic's SecretStr becomes a `Secret` too."""
+    """Reverse `marked`, and turn each SecretStr of pydantic into a `Secret`."""
     if isinstance(value, Mapping):
         text = marked_text(value)
         return {k: unmarked(v) for k, v in value.items()} if text is None else Secret(text)
@@ -134,23 +136,23 @@ def unmarked(value: Any) -> Any:
 
 
 def marked_text(value: Any) -> str | None:
-    """Return the text of a `Secret` after `marked`; None for anything else."""
+    """Return the text of `{"$secret": text}`, or None for any other value."""
     text = value.get(_MARK) if isinstance(value, Mapping) and len(value) == 1 else None
     return text if isinstance(text, str) else None
 
 
 def is_reference(value: Any) -> bool:
-    """Return True for the name of a task's secret, `${secret:...}`."""
+    """Return True for a reference to a task's secret, `${secret:...}`."""
     return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 def mask(value: Any) -> Any:
-    """Return a JSON value without secrets or passwords in URLs, to be shown."""
+    """Return a copy of a JSON value with every secret and every password in a URL masked."""
     return replaced(value, _mask_text)
 
 
 def _mask_text(value: str) -> str:
-    """Mask a secret: only the password of a URL, only the secrets in a longer text, otherwise all of it."""
+    """Mask the password in a URL or the secrets in a longer text. If the text has neither, mask all of it."""
     if type(value) is not str or _SECRET_FORM.fullmatch(value):  # a `Secret`, or one by its form
         return MASK
     if password := _URL_PASSWORD.search(value):
@@ -183,18 +185,18 @@ def masked_keys(value: Any, path: str = "") -> list[str]:
 
 
 class SecretFile:
-    """Private file with the secrets of tasks, one line each with name and value."""
+    """Private file with the secrets of tasks. Each line holds a name and a value."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / "secrets"
         self._values: dict[str, str] = {}
 
     def hide(self, value: Any) -> Any:
-        """Return a task's fields with names in place of its secrets. Raises DataError if they can't be stored."""
+        """Store the secrets in a task's fields, and return the fields with references. Raises DataError."""
         return replaced(value, self._store)
 
     def reveal(self, value: Any) -> Any:
-        """Return a task's fields with its secrets restored. Raises DataError for a secret that this machine lacks."""
+        """Return a task's fields with its secrets in place of references. Raises DataError for one not in the file."""
         if isinstance(value, dict):
             return {k: self.reveal(v) for k, v in value.items()}
         if isinstance(value, list):
@@ -203,14 +205,14 @@ class SecretFile:
         return value if reference is None else self._look_up(reference[1])
 
     def scrubbed(self, text: str) -> str:
-        """Return a text, such as a workflow's error, with `***` for every secret that was revealed here."""
+        """Return a text, such as a workflow's error, with every secret masked that this object stored or read."""
         for name, value in list(self._values.items()):  # other threads may add to it
             if name != "salt" and len(value) >= SHORT:
                 text = text.replace(value, MASK)
         return text
 
     def holds_secret(self, value: Any) -> bool:
-        """Return True if a JSON value holds a secret that was revealed here."""
+        """Return True if a JSON value holds a secret that this object stored or read."""
         if isinstance(value, Mapping):
             return any(self.holds_secret(part) for pair in value.items() for part in pair)
         if isinstance(value, list | tuple):
@@ -218,7 +220,7 @@ class SecretFile:
         return isinstance(value, str) and self.scrubbed(value) != value
 
     def _look_up(self, name: str) -> str:
-        """Return a secret by its name, reading the file again if the name is new. Raises DataError."""
+        """Return a secret by its name, after reading the file again if the name is new. Raises DataError."""
         if name not in self._values:
             self._read()
         try:
@@ -242,7 +244,7 @@ class SecretFile:
             self._values[name] = value
 
     def _store(self, value: str) -> str:
-        """Write a secret into the file unless it is there, and return its name, `${secret:...}`."""
+        """Write a secret into the file unless it is there, and return the reference to it, `${secret:...}`."""
         try:
             make_private_folder(self._path.parent)
             handle = open_private(self._path, os.O_RDWR | os.O_APPEND)

@@ -1,4 +1,4 @@
-"""The version of this software, as it is written into the log."""
+"""The version of trinity_es, which is written into the log."""
 
 __all__ = ["VERSION"]
 

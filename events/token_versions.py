@@ -1,4 +1,4 @@
-"""Versions of the weights that made the tokens of an experience, as its `info` has them."""
+"""Versions of the weights that made the tokens of an experience, read from its `info`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["listed", "model_versions", "version_spans"]
 
 
 def listed(info: Any, name: str) -> list[Any]:
-    """Return a list in `info`; [] for any other value, since a user may write anything there."""
+    """Return the list under this name in `info`; [] if it is no list, since a user may write anything there."""
     value = info.get(name) if isinstance(info, Mapping) else None
     return value if isinstance(value, list) else []
 
 
 def version_spans(info: Any) -> list[tuple[int, int, int]]:
-    """Return (version, start, end) over the response, of the weights that made it; [] if `info` has none."""
+    """Return the spans (version, start, end) of the response that each version of the weights made; [] if unknown."""
     return [(span[0], span[1], span[2]) for span in listed(info, "version_spans")
             if isinstance(span, list) and [type(n) for n in span] == [int, int, int]]
 
 
 def model_versions(info: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the oldest and the newest weights that made any of its tokens; None if `info` has neither."""
+    """Return the oldest and the newest version of the weights that made any of the tokens; None if unknown."""
     if "version_spans" in info and (versions := [version for version, _, _ in version_spans(info)]):
         return min(versions), max(versions)
     oldest, drift = info.get("model_version"), info.get("model_version_drift")

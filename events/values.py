@@ -1,6 +1,7 @@
 """Batch ids, tasks and their status. This module uses no clock, database, actor or numpy.
 
-`task_to_dict` is the only encoding of a `Task`, for messages, log and runner: the recorded task is the one that ran.
+`task_to_dict` is the only encoding of a `Task`. Messages, log and runner share it, so the task in the log is the task
+that ran.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ __all__ = [
 ]
 
 NAME_LENGTH = 200
-"""Maximum length of a name, also of a metric, in characters; some tables have columns of 255."""
+"""Maximum length of any name, metrics included, in characters. Some tables have columns of 255."""
 MOST_METRICS = 10_000
 """Maximum number of metrics of one run, and of one step of a trainer."""
 _SHOWN = 80
-"""Number of characters of a wrong value that its error shows."""
+"""Maximum number of characters of a value in an error message."""
 
 BatchId = int | str
 BatchType = Literal["train", "eval", "collect"]
-"""Kind of a batch. `train` and `eval` end by being finalized; a Scheduler takes the results of `collect` one by one."""
+"""Kind of a batch. A client finalizes `train` and `eval`; a Scheduler takes the results of `collect` task by task."""
 
 FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
-"""Cause of a failed attempt: the task's data, workflow code, time limit, grader, death of the runner, our own code."""
+"""Cause of a failed attempt: the task's data, workflow code, the time limit, a grader, the runner's death, or the
+engine and other parts of the system."""
 
 
 class BatchLifecycleState(StrEnum):
-    """Stage of a batch's life. FINALIZED and ABORTED are ends."""
+    """Stage of a batch. FINALIZED and ABORTED are the last ones."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -57,18 +59,18 @@ class BatchLifecycleState(StrEnum):
 _LEADING_INT = re.compile(r"\d+")
 _BATCH_ID_LENGTH = 200
 _AMBIGUOUS_TEXT_ID = re.compile(r"-?\d+\Z|'")
-"""Text id that looks like a number or begins with a quote, so that its stream's name needs quotes."""
+"""Pattern of text ids that begin like a number or with a quote. Their stream's name needs quotes."""
 
 
 def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
-    """Return unix seconds as local time with its offset, since an hour may come twice."""
+    """Return unix seconds as local time in ISO format, with the offset from UTC."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep, timespec).replace("+00:00", "Z")
 
 
 def with_offset(at: datetime) -> datetime:
-    """Return a moment with its offset. A moment without a time zone is local time.
+    """Return a time with its offset from UTC; a naive datetime is taken as local time.
 
-    Raises DataError for a local time that came twice or never, because clocks were changed.
+    Raises DataError for a local time that occurred twice or never, because of daylight saving time.
     """
     if at.tzinfo is not None:
         return at.astimezone()
@@ -83,10 +85,10 @@ def with_offset(at: datetime) -> datetime:
 
 
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
-    """Return the priority of a batch; smaller goes first.
+    """Return the sort key of a batch id; batches with smaller keys run first.
 
-    Order: by the leading number; at equal numbers the int (a training step) before the string (an eval at that step);
-    strings without a leading number last.
+    Ids sort by their leading number. At equal numbers an int (a training step) precedes a string (an eval at that
+    step). Strings without a leading number come last.
 
     >>> sorted(["nightly", "3/gsm8k", 12, 3], key=sort_batch_id)
     [3, '3/gsm8k', 12, 'nightly']
@@ -101,13 +103,13 @@ def shown(value: Any) -> str:
     """Return a value as ASCII text for an error message, cut to 80 characters."""
     try:
         text = ascii(value)
-    except Exception:  # of a number with too many digits, of a list that holds itself
+    except Exception:  # for example an int with too many digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def require_metric_names(names: Collection[str]) -> None:
-    """Refuse too many or too long names of metrics. Raises DataError."""
+    """Raise DataError if there are too many names of metrics, or one is too long."""
     if len(names) > MOST_METRICS:
         raise DataError(f"a run gave {len(names):,} metrics: at most {MOST_METRICS:,} are expected")
     for name in names:
@@ -136,7 +138,7 @@ def batch_stream(batch_id: BatchId) -> str:
 
 
 class Args(dict[str, Any]):
-    """Arguments of a task, whose keys are also attributes. Missing known keys have defaults; None: as in the config.
+    """Arguments of a task, whose keys are also attributes. Known keys have defaults; None stands for the config's.
 
     >>> args = Args({"prompt_key": "question"})
     >>> args.prompt_key, args.response_key, args.system_prompt
@@ -161,20 +163,20 @@ class Args(dict[str, Any]):
 
 @dataclass
 class Task:
-    """A data sample, the workflow that plays it, and how often. Fields have Trinity-RFT's order, for positional use.
+    """A data sample, the workflow that plays it, and the number of runs. Positional arguments are those of Trinity-RFT.
 
-    Submission sets `batch_id` and `task_id` (the position in the batch). All fields but the two classes are plain JSON.
+    Submission sets `batch_id` and `task_id` (the position in the batch). All fields but `workflow` and `reward_fn` are
+    plain JSON.
     """
 
     workflow: type[Any] | str | None = None
     """Class, registered name, or "module:Class"."""
     repeat_times: int | None = None
-    """Runs of this task (the group of GRPO); None: 1."""
+    """Number of runs of this task (the size of its GRPO group); None means 1."""
     format_args: dict[str, Any] = field(default_factory=Args)
-    """`prompt_key`, `response_key`: keys of raw_task; `system_prompt`, `reply_prefix`: texts. Also attributes
-    (`Args`)."""
+    """`prompt_key` and `response_key` (keys of raw_task), `system_prompt` and `reply_prefix` (texts)."""
     rollout_args: dict[str, Any] = field(default_factory=Args)
-    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Also attributes (`Args`)."""
+    """Sampling parameters `temperature, top_p, top_k, max_tokens, logprobs, seed, n`."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
@@ -192,7 +194,7 @@ class Task:
         object.__setattr__(self, name, value)
 
     def to_workflow(self, model: Any, auxiliary_models: Sequence[Any] | None = None) -> Any:
-        """Return the task's workflow with these models, as a runner builds it. Raises UnknownWorkflow."""
+        """Make the task's workflow with these models, as a runner does. Raises UnknownWorkflow."""
         cls = self.workflow
         if isinstance(cls, str):
             module, _, attribute = cls.partition(":")
@@ -206,7 +208,7 @@ class Task:
         return cls(task=self, model=model, auxiliary_models=auxiliary_models)
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Return `raw_task`, under Trinity-RFT's name for it."""
+        """Return `raw_task`. Trinity-RFT has this method too."""
         return self.raw_task
 
     @property
@@ -232,14 +234,14 @@ class TaskWrapper:
 
 @dataclass(slots=True)
 class Status:
-    """Outcome of a task. `metrics` has one dict per run; from a Scheduler it has one dict for the whole task."""
+    """Outcome of a task. `metrics` has a dict for each run; from a Scheduler, one dict for the whole task."""
 
     completed_runs: int
     total_runs: int
     metrics: list[dict[str, float]] = field(default_factory=list)
     message: str | None = None
     per_run: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of each run, if `metrics` has those of the task."""
+    """Metrics of each run, if `metrics` has one dict for the whole task."""
 
     @property
     def ok(self) -> bool:
@@ -248,14 +250,14 @@ class Status:
     @property
     def metric(self) -> dict[str, float]:
         """Metrics of the first run."""
-        of_runs = self.per_run or self.metrics
-        return of_runs[0] if of_runs else {}
+        run_metrics = self.per_run or self.metrics
+        return run_metrics[0] if run_metrics else {}
 
 
 def class_path(cls: type[Any] | str) -> str:
-    """Return a class as "module:Class" for other processes, a name unchanged.
+    """Return a class as "module:Class" for other processes; return a text unchanged.
 
-    Raises TaskNotSerializable for a class that can't be imported elsewhere (local, or of `__main__`).
+    Raises TaskNotSerializable for a class that other processes can't import (local, or of `__main__`).
     """
     if isinstance(cls, str):
         return cls
@@ -288,7 +290,7 @@ def task_to_dict(task: Task) -> dict[str, Any]:
         if name in _MAPPINGS and not isinstance(value, dict):
             raise TaskNotSerializable(f"task field {name} is a {type(value).__name__}: a mapping is expected")
         try:
-            culprit = _not_plain(value, name)
+            culprit = _first_part_not_json(value, name)
         except RecursionError:
             culprit = f"{name}, which is nested too deeply or holds itself,"
         if culprit is None:
@@ -309,8 +311,8 @@ def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int
     return Task(**data, batch_id=batch_id, task_id=task_id)
 
 
-def _not_plain(value: Any, path: str) -> str | None:
-    """Return path and type of the first part that is not plain JSON, or None. orjson silently converts others."""
+def _first_part_not_json(value: Any, path: str) -> str | None:
+    """Return path and type of the first part that is not plain JSON, or None. orjson would silently convert some."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):
@@ -319,18 +321,18 @@ def _not_plain(value: Any, path: str) -> str | None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 return f"{path}[{key!r}] (key of type {type(key).__name__})"
-            place = _not_plain(inner, f"{path}.{key}")
-            if place is not None:
-                return place
+            culprit = _first_part_not_json(inner, f"{path}.{key}")
+            if culprit is not None:
+                return culprit
         return None
     if isinstance(value, list | tuple):
-        places = (_not_plain(inner, f"{path}[{i}]") for i, inner in enumerate(value))
-        return next((place for place in places if place is not None), None)
+        culprits = (_first_part_not_json(inner, f"{path}[{i}]") for i, inner in enumerate(value))
+        return next((culprit for culprit in culprits if culprit is not None), None)
     return f"{path} (a {type(value).__name__})"
 
 
 def require_finite(value: Any, path: str = "value") -> None:
-    """Refuse NaN and infinities in a JSON-like value, which orjson writes as null. Raises DataError with the path."""
+    """Raise DataError, naming the path, if a JSON-like value holds NaN or an infinity. orjson writes these as null."""
     if type(value) is float:
         if not math.isfinite(value):
             raise DataError(f"{path} is {value}: only finite numbers can be recorded", path=path)

@@ -1,7 +1,7 @@
-"""The vocabulary: every event of the log.
+"""Every event of the log.
 
-Events are frozen, plain JSON, and never change; a new shape is a new `schema_version` with an upcaster in `codec.py`.
-The docstrings of classes and fields are printed into docs/EVENTS.md.
+Events are frozen dataclasses of plain JSON values. A class whose fields change gets a new `schema_version`, with an
+upcaster in `codec.py`. docs/EVENTS.md is made from the docstrings of classes and fields.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ EVENTS: dict[str, type[base.Event]] = {
 """Every event by its name in the log."""
 
 RUNNER_LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
-"""Events that begin or end a life of a runner."""
+"""Events that begin or end an incarnation of a runner, which is one life of its process."""

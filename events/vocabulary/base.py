@@ -16,26 +16,26 @@ __all__ = [
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Consecutive runs of one task that a runner gets together, in one attempt."""
+    """Unit of work: consecutive runs of one task that a runner gets together, for one attempt."""
 
     task: int
     run_id_base: int
     runs: int
     attempt: int
-    """Number of the attempt, from 1; counted per task and first run."""
+    """Number of the attempt at these runs, from 1. Counted separately for each task and first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedTask:
-    """Task of a batch that goes on with a task that an earlier batch cut."""
+    """Task that continues a task which an earlier batch cut, that is stopped unfinished."""
 
     task: int
     batch_id: BatchId
     """The earlier batch."""
     cut_task: int
-    """Number of the task there."""
+    """Number of the task in the earlier batch."""
     cuts: int
-    """How often it was cut so far."""
+    """Number of times that the task was cut so far."""
 
 
 @quickly_pickled
@@ -44,42 +44,41 @@ class PayloadRef:
     """Range of experiences in a payload: `count` of them from `first` on."""
 
     digest: str
-    """SHA-256 of the payload's bytes; or `data:` and the bytes themselves in base64, if they are a few differences that
-    a pipeline made."""
+    """SHA-256 of the payload's bytes. For a small payload of a pipeline, `data:` and the bytes themselves in base64."""
     first: int
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenItem:
-    """Consecutive experiences of one batch that were taken from the queue: `count` of them from `first` on."""
+    """Consecutive experiences of one batch that a trainer took from the queue: `count` of them from `first` on."""
 
     batch_id: BatchId
     version: int
-    """Version of the batch's stream at its BatchFinalized; an id may be used again."""
+    """Version of the batch's stream at its BatchFinalized. It tells batches with the same id apart."""
     first: int
     count: int
     use_count: int
-    """How often each of them was taken, including this time."""
+    """Number of times that each of them was taken, including this time."""
 
 
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """Metrics of one completed run, aggregated from its experiences, and its cost."""
+    """Metrics of one completed run, aggregated from its experiences, and its token counts."""
 
     run: int
     metrics: dict[str, float]
     experiences: int = 0
     prompt_tokens: int = 0
-    """Tokens that the model read for this run; taken from its experiences for workflows with `can_repeat`."""
+    """Tokens that the model read for this run. For workflows with `can_repeat`, counted from its experiences."""
     response_tokens: int = 0
-    """Tokens that the model generated for this run, counted in the same way."""
+    """Tokens that the model generated for this run. Counted in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of the proxy (mode `serve`) to one request, and where its experiences are stored."""
+    """Answer of the proxy (mode `serve`) to one request, with a reference to its experiences."""
 
     message: str
     """Message id that the client got: `chatcmpl-...` or `cmpl-...`."""
@@ -90,7 +89,7 @@ class Answer:
     model_version_end: int
     """Newest version that made any of the tokens."""
     payload: PayloadRef | None
-    """One experience per choice; None when no token was generated."""
+    """Experiences, one per choice; None if no token was generated."""
     prompt_tokens: int = 0
     response_tokens: int = 0
 
@@ -100,20 +99,20 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for fields of the event, `<id>` for the batch."""
+    """Stream of this event. `<runner>`, `<taskset>`, `<output>` are fields of the event, `<id>` is the batch's id."""
     schema_version: ClassVar[int] = 1
 
     def __init_subclass__(cls, stream: str = "") -> None:
-        if stream:  # for a class with slots `dataclass` makes the class once more, without this argument
+        if stream:  # `dataclass` makes a class with slots a second time, without this argument
             cls.stream = stream
 
     @classmethod
     def stream_of(cls, name: str) -> str:
-        """Return the stream of this event for the runner, taskset or output of this name."""
+        """Return the stream of this event class for the runner, taskset or output of this name."""
         return f"{cls.stream.partition('<')[0]}{name}"
 
     def own_stream(self) -> str:
-        """Return the stream of this event. Events of a batch don't hold its id: use `batch_stream` for those."""
+        """Return the stream of this event. Not for events of a batch, which don't hold its id (use `batch_stream`)."""
         head, _, field = self.stream.partition("<")
         return f"{head}{getattr(self, field[:-1])}" if field else head
 
@@ -128,7 +127,7 @@ class KnownEnd:
     hash: str
     """Hash in hexadecimal."""
     by: str
-    """The observer: this host's memory, a client, a runner, ..."""
+    """The observer: this host's memory file, a client, a runner, ..."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,5 +150,5 @@ class TasksetSource:
     """Config of the reasoning-gym family, as JSON; "" for others."""
     rows: int
     order: str | None = None
-    """How training rows are chosen: `shuffle`, `seed` and `data_selector`, as JSON; "" for the order of the file; None
-    in logs written before 2026-11."""
+    """Settings that order the training rows, as JSON: `shuffle`, `seed`, `data_selector`. "" for the order of the file;
+    None in logs written before 2026-11."""

@@ -24,7 +24,7 @@ class BatchSubmitted(Event, stream="batch/<id>"):
     repeat_times: list[int]
     """Number of runs of each task."""
     tasks: list[dict[str, Any]] | None = None
-    """The tasks as `task_to_dict` writes them, if they are small; otherwise `tasks_digest` is set."""
+    """The tasks as `task_to_dict` writes them; None if they are large, and `tasks_digest` is set."""
     tasks_digest: str | None = None
     """Digest of the payload that holds the tasks as a JSON list."""
     min_wait_num: int | None = None
@@ -34,20 +34,20 @@ class BatchSubmitted(Event, stream="batch/<id>"):
     """max_repeat_times_per_runner; None: all runs of a task are one unit."""
     detailed_stats: bool = False
     submission: str = ""
-    """The client's id for this request, by which a resent one is recognized."""
+    """The client's id for this request. The same request, sent again, has the same id."""
     evals: list[int] = field(default_factory=list)
     """Indexes of the tasks that are evals (`Task.is_eval`): their experiences are not kept."""
     continues: list[ContinuedTask] = field(default_factory=list)
-    """Its tasks that go on with what an earlier batch cut (`synchronizer.in_flight: cut`)."""
+    """Tasks of this batch that continue tasks which an earlier batch cut (`synchronizer.in_flight: cut`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksAdded(Event, stream="batch/<id>"):
-    """A client added tasks to an open batch. Their numbers and their places in its queue follow the earlier ones."""
+    """A client added tasks to an open batch. They are numbered and queued after the batch's earlier tasks."""
 
     repeat_times: list[int]
     tasks: list[dict[str, Any]] | None = None
-    """Same as in BatchSubmitted, like the fields below."""
+    """This field and the next two are as in BatchSubmitted."""
     tasks_digest: str | None = None
     runs_per_unit: int | None = None
     evals: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class TasksAdded(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksDispatched(Event, stream="batch/<id>"):
-    """Units were sent to a runner, to be run with this model version or a newer one."""
+    """Units were sent to a runner, which plays them with this model version or a newer one."""
 
     runner: str
     incarnation: int
@@ -87,10 +87,11 @@ class RunsFinished(Event, stream="batch/<id>"):
     """Newest version that made any of the tokens."""
     seconds: float
     other_prompt_tokens: int = 0
-    """Tokens that the model read beyond the prompts of `runs`, for a workflow that does all runs itself: in requests
-    without an experience, and in failed runs. Negative if several runs shared a prompt, which was read once."""
+    """Tokens that the model read in addition to the prompts of `runs`: in failed runs, and in requests without an
+    experience. 0 unless the workflow plays all runs itself. Negative if runs shared a prompt, which was read once."""
     other_response_tokens: int = 0
-    """Tokens that the model generated beyond the responses of `runs`. Negative if experiences hold foreign tokens."""
+    """Tokens that the model generated in addition to the responses of `runs`. Negative if experiences hold tokens that
+    it did not generate."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,69 +125,69 @@ class AttemptFailed(Event, stream="batch/<id>"):
     retry: bool
     seconds: float = 0.0
     blamed: bool = True
-    """True if this attempt counts against those of the unit; false if the whole system, or an engine on an external
-    server, ended during it. An `AttemptKept` that got further than those before takes it back."""
+    """True if this failure counts towards the unit's `max_attempts`. False if the whole system, or an engine on an
+    external server, ended during the attempt. It stops counting if a later `AttemptKept` shows that the attempt got
+    further than earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptKept(Event, stream="batch/<id>"):
-    """What the journal has of a lost or cut attempt was stored, and the next attempt at these runs goes on from it."""
+    """The journal's records of a lost or cut attempt were stored. The next attempt continues from them."""
 
     task: int
     run_id_base: int
     runs: int
     """Number of consecutive runs from `run_id_base` on."""
     attempt: int
-    """The attempt that was lost or cut; 0: it was cut in the earlier batch that this task goes on with."""
+    """The attempt that was lost or cut; 0 if it belongs to the earlier batch that this task continues."""
     runner: str
     incarnation: int
     payload: str
     """Digest of the payload with the records of the journal."""
     calls: int
-    """Whole answers of models; a call with `n` answers counts n times."""
+    """Number of complete answers of models. A call with `n` answers counts n times."""
     open_calls: int
-    """Partial answers that can go on."""
+    """Number of partial answers that the next attempt can continue."""
     tokens: int
-    """Tokens of these answers, which are not generated again."""
+    """Tokens of all these answers, which are not generated again."""
     max_tokens: int = 0
     """Maximum number of tokens of the partial answers together; 0 if it is unknown."""
     steps: int
-    """Steps of workflows that it has with their results."""
+    """Number of workflow steps whose results were stored."""
     seconds: float
-    """How long the lost attempts had played at the last record, which counts in the time limit of the next."""
+    """Seconds that the lost attempts had taken at the last record. They count towards the next one's time limit."""
     not_kept: dict[str, int] = field(default_factory=dict)
-    """Tokens of partial answers that can't go on, by reason: a sampling field, `8 splices`, or `a gap in the journal`
-    (records before them were damaged, or dropped by `explorer.progress.max_bytes`)."""
+    """Tokens of partial answers that can't be continued, by reason: a sampling field, `8 splices`, or `a gap in the
+    journal` (records before them were damaged, or dropped by `explorer.progress.max_bytes`)."""
     possibly_delivered: list[str] = field(default_factory=list)
-    """Names of unfinished steps, whose effect may have happened. Their runs start over, and nothing else of them is
-    kept."""
+    """Names of unfinished steps, whose side effect may have happened. Their runs start from the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryDecided(Event, stream="batch/<id>"):
-    """After a start or a death, the coordinator decided how recovered work continues."""
+    """After a restart or the death of a process, the coordinator decided how interrupted work continues."""
 
     decision: str
-    """`resume` (the batch continues, running units too), `redo` (units are attempted again), `finalize` (the pipeline
-    runs again, since nothing was delivered), `drop_stale` (aborted: its weights are older than the staleness bound)."""
+    """`resume` (batch and running units continue), `redo` (units are attempted again), `finalize` (the pipeline runs
+    again, since nothing was delivered), `drop_stale` (aborted: its weights are older than the staleness bound)."""
     reason: str
     units: list[Unit] = field(default_factory=list)
-    """Units that the decision is about; empty if it is about the whole batch."""
+    """Units that the decision concerns; empty if it concerns the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallDetected(Event, stream="batch/<id>"):
-    """Nothing in this batch moved for longer than usual. Recorded once per stall, and again when the cause changes."""
+    """The batch made no progress for longer than usual. Recorded once per stall, and again when the cause changes."""
 
     waiting_on: str
-    """The cause in one sentence, with runner and attempt; `why` says more."""
+    """The cause in one sentence, with runner and attempt. `trinity-es why` prints more."""
     since: float
     """Unix seconds of the last progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDropped(Event, stream="batch/<id>"):
-    """The batch gave up unfinished tasks: it had enough, or was aborted."""
+    """The batch gave up unfinished tasks, because it had enough others or was aborted."""
 
     tasks: list[int]
     reason: str
@@ -198,11 +199,11 @@ class TaskDropped(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReopened(Event, stream="batch/<id>"):
-    """A client had all runs of a task repeated in an open batch; its earlier outcome is set aside."""
+    """A client asked for all runs of a task to be repeated. The task's earlier outcome no longer counts."""
 
     task: int
     units: list[Unit]
-    """Units that wait for a runner now; their attempts continue the old count."""
+    """Units that now wait for a runner. Their attempts are numbered after the earlier ones."""
     reason: str
     request: str = ""
     """The client's id for this request; the same request again changes nothing."""
@@ -211,12 +212,12 @@ class TaskReopened(Event, stream="batch/<id>"):
     dropped: str = ""
     """Why the task was dropped before; "" if it was not."""
     experiences: int = 0
-    """Number of experiences of the runs that are set aside."""
+    """Number of experiences that no longer count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsTaken(Event, stream="batch/<id>"):
-    """A scheduler has the results of these tasks; no other gets them. When all are taken, the batch ends."""
+    """A scheduler took the results of these tasks, so no other one gets them. The batch ends when all are taken."""
 
     tasks: list[int]
     request: str
@@ -225,14 +226,14 @@ class ResultsTaken(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPaused(Event, stream="batch/<id>"):
-    """The batch's scheduler was stopped: units with runners continue, waiting units stay in the queue."""
+    """The batch's scheduler was stopped: units on runners continue, queued units wait."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResumed(Event, stream="batch/<id>"):
-    """A scheduler wants the batch again: waiting units go to runners."""
+    """A scheduler resumed the batch: queued units go to runners again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +241,7 @@ class BatchFinalizing(Event, stream="batch/<id>"):
     """The batch has enough settled tasks; its experiences go through the pipeline."""
 
     groups: int = 0
-    """Minimum number of tasks of which the pipeline must deliver experiences; with fewer the batch is not finalized."""
+    """Minimum number of tasks with experiences after the pipeline. With fewer the batch is not finalized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,20 +253,21 @@ class FinalizeFailed(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsMissing(Event, stream="batch/<id>"):
-    """The pipeline left experiences of too few tasks, so nothing was delivered. The batch is RUNNING and takes more."""
+    """Too few tasks had experiences after the pipeline, so nothing was delivered. The batch is RUNNING again and
+    accepts more tasks."""
 
     usable: int
     """Number of tasks with experiences after the pipeline."""
     missing: int
-    """Number of further tasks whose experiences are needed."""
+    """Number of tasks with experiences that are still needed."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Tasks without experiences, by the last cause that took one: an operator's name, `unusable` or `max_staleness` as
-    in BatchFinalized, or `failed` if none of their runs succeeded."""
+    """Number of tasks without experiences, by the cause that removed their last one: an operator's name, `unusable` or
+    `max_staleness` as in BatchFinalized, or `failed` if none of their runs succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFinalized(Event, stream="batch/<id>"):
-    """The batch ended well. `result` is the trainer's answer; a replay computes it again and must agree."""
+    """The batch is complete. `result` is the reply to the trainer; a replay that computes it again gets the same."""
 
     result: dict[str, Any]
     pipeline_metrics: dict[str, float] = field(default_factory=dict)
@@ -276,15 +278,15 @@ class BatchFinalized(Event, stream="batch/<id>"):
     dropped: int = 0
     """Number of experiences that the pipeline's filters removed."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
-    """Operator -> the ids (`eid.uid`) of the experiences that it removed. Beside operators stand `unusable` (they came
-    with numbers that are not finite) and `max_staleness` (older than `explorer.max_staleness`)."""
+    """Operator -> ids (`eid.uid`) of the experiences that it removed. Two more keys are `unusable` (the experience
+    holds numbers that are not finite) and `max_staleness` (older than `explorer.max_staleness`)."""
     model_versions: list[tuple[int, int]] = field(default_factory=list)
-    """(count, version): `count` consecutive delivered experiences were made by this version of the weights."""
+    """(count, version): this version of the weights made the next `count` delivered experiences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAborted(Event, stream="batch/<id>"):
-    """A client aborted the batch, or recovery did; `result` says how far it came."""
+    """A client or the recovery aborted the batch. `result` says how much of it was done."""
 
     reason: str
     result: dict[str, Any]

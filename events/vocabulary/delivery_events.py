@@ -1,4 +1,4 @@
-"""Events of experiences beyond their batch: answers, the queue, outputs, freed payloads."""
+"""Events of experiences outside their batch's stream: answers of the proxy, the queue, outputs, freed payloads."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesProcessed(Event, stream="experiences"):
-    """Experiences that a client sent in, outside any batch, went through the pipeline."""
+    """Experiences that a client sent outside any batch went through the pipeline."""
 
     pipeline_metrics: dict[str, float]
     experiences: list[PayloadRef]
     selected: int
     dropped: int
     request: str = ""
-    """The client's id for this request, by which a resent one is recognized."""
+    """The client's id for this request. The same request, sent again, has the same id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersRecorded(Event, stream="answers"):
-    """The proxy made these answers. It sends their ends to the clients only after this event."""
+    """The proxy generated these answers. It sends the end of each to its client only after this event."""
 
     answers: list[Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersRewarded(Event, stream="answers"):
-    """A client posted a reward for these answers; it replaces an earlier one."""
+    """A client posted a reward for these answers, which replaces any earlier reward."""
 
     messages: list[str]
     reward: float
     task: str | None = None
-    """Task of the answers, which is their group in the pipeline; None: each answer is its own task."""
+    """Task of the answers, which is their group in the pipeline. None: each answer is a task of its own."""
     run: int | None = None
-    """Run of the task; None: 0."""
+    """Run of the task; None means 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class AnswersDelivered(Event, stream="answers"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesRedelivered(Event, stream="experiences"):
-    """A trainer returned to its checkpoint of `step`, and gets these batches again, which it trained on later."""
+    """A trainer went back to its checkpoint of `step`. It gets the batches again on which it trained after that."""
 
     step: int
     batches: list[BatchId]
@@ -75,18 +75,18 @@ class ExperiencesTaken(Event, stream="queue"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperiencesReturned(Event, stream="queue"):
-    """A trainer returned to its checkpoint of `step`; experiences taken for later steps count as not taken."""
+    """A trainer went back to its checkpoint of `step`. Experiences that it took for later steps count as not taken."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputWritten(Event, stream="output/<output>"):
-    """An output of the pipeline holds all that this batch (or request) delivered."""
+    """The experiences that a batch or request delivered were written to an output of the pipeline."""
 
     output: str
     key: str
-    """Name under which it was written, the same at each repetition."""
+    """Name of the entry in the output. A repeated write has the same name."""
     position: int
     """Position of its BatchFinalized or ExperiencesProcessed."""
     experiences: int
@@ -94,19 +94,19 @@ class OutputWritten(Event, stream="output/<output>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFailed(Event, stream="output/<output>"):
-    """An output could not be written. The batch is finalized and its experiences are delivered all the same."""
+    """An output could not be written. The batch is finalized and its experiences are delivered nevertheless."""
 
     output: str
     key: str
     position: int
     error: str
     retry: bool
-    """True: it is tried again, and later ones wait for it; false: given up, its payloads are gone."""
+    """True: the write is repeated, and later ones wait for it. False: it was given up, since its payloads are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadsFreed(Event, stream="experiences"):
-    """Payloads of batches trained long enough ago were deleted; their events stay."""
+    """Payloads of batches that were trained long enough ago were deleted. The batches' events stay."""
 
     batches: list[BatchId]
     payloads: int

@@ -1,4 +1,4 @@
-"""Events of the hosts of a run, besides the host of its head."""
+"""Events of the hosts that join a run. The head, which runs the coordinator, has none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["HostDraining", "HostJoined", "HostLeft", "HostLost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostJoined(Event, stream="hosts"):
-    """A host takes part from here on; its runners are called `<name>@<host>`."""
+    """A host joined the run. Its runners are called `<name>@<host>`."""
 
     host: str
     epoch: int
     """Number of times that a host of this name has joined. Messages from an earlier epoch are refused."""
     life: str
-    """Random id of its actor system: only the same life may resume a broken connection."""
+    """Random id of its actor system. Only the actor system with this id may resume a broken connection."""
     address: str
-    """Address it connected from."""
+    """Address from which it connected."""
     pid: int
     """Process id of its actor system's first process."""
     places: dict[str, int]
@@ -28,7 +28,7 @@ class HostJoined(Event, stream="hosts"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDraining(Event, stream="hosts"):
-    """A host is about to leave; its runners get no more units."""
+    """A host is about to leave, so its runners get no more units."""
 
     host: str
     epoch: int
@@ -37,7 +37,7 @@ class HostDraining(Event, stream="hosts"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost(Event, stream="hosts"):
-    """A host was silent for too long, or started again. Its runners are gone; their units run elsewhere, unblamed."""
+    """A host was silent for too long, or restarted. Its runners' units run elsewhere; this is no failed attempt."""
 
     host: str
     epoch: int

@@ -1,4 +1,4 @@
-"""Events of leases: sandboxes or sessions that a run holds open outside of the system."""
+"""Events of leases on external resources that a run uses, such as sandboxes and sessions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["LeaseHeld", "LeaseOrphaned", "LeaseReleaseFailed", "LeaseReleased", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTaken(Event, stream="leases"):
-    """An attempt is about to create a resource, which the system releases whatever happens to the attempt."""
+    """An attempt is about to create a resource. The system will release it, whatever happens to the attempt."""
 
     lease: str
-    """Key, chosen before the resource exists. The provider labels the resource with it, and finds it by it."""
+    """Key of the lease, chosen before the resource exists. The provider labels the resource with it."""
     batch_id: BatchId
     submission: str
     unit: Unit
-    """The attempt that it belongs to; it ends with the attempt at the latest."""
+    """Unit and attempt that own the lease. It ends with the attempt at the latest."""
     run: int
-    """Run in the unit; the first one if the workflow plays several runs itself."""
+    """Run that took the lease; the unit's first one if the workflow plays several runs itself."""
     runner: str
     incarnation: int
     provider: str
@@ -32,15 +32,15 @@ class LeaseTaken(Event, stream="leases"):
     ttl: float
     """Seconds after which the resource expires unless the owner renews it."""
     expires: float
-    """Unix seconds: `ttl` after it was taken."""
+    """Unix seconds, `ttl` after the lease was taken."""
     creation_timeout: float
     """Seconds after which the provider can no longer create it."""
     attachable: bool = False
-    """True if the provider has `attach`: should its runner be lost, the next attempt at the run may take it over."""
+    """True if the provider has `attach`. Then the run's next attempt may take the resource over if the runner dies."""
     number: int = 0
-    """Number of leases that the run took before it with the same provider and arguments."""
+    """Number of earlier leases of the run with the same provider and arguments."""
     attaches: str = ""
-    """Lease of an earlier, lost attempt at the run, whose resource this one takes over."""
+    """Lease of an earlier, lost attempt at the run, whose resource this lease takes over; "" for a new resource."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class LeaseHeld(Event, stream="leases"):
 
     lease: str
     handle: Any
-    """The provider's own name for the resource, as plain JSON."""
+    """The provider's own id of the resource, as plain JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRenewed(Event, stream="leases"):
-    """The owner had the provider prolong the lease."""
+    """The provider extended the lease for its owner."""
 
     lease: str
     expires: float
@@ -63,7 +63,7 @@ class LeaseRenewed(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOrphaned(Event, stream="leases"):
-    """The owner can no longer release the resource; the coordinator does from here on."""
+    """The owner can no longer release the resource, so the coordinator will."""
 
     lease: str
     reason: str
@@ -71,12 +71,13 @@ class LeaseOrphaned(Event, stream="leases"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleaseFailed(Event, stream="leases"):
-    """The provider could not release it and tries again. Recorded if the error changes, otherwise ever more rarely."""
+    """The provider failed to release the resource and is called again. Recorded when the error changes, and otherwise
+    less and less often."""
 
     lease: str
     error: str
     tries: int
-    """Attempts to release it since it was orphaned."""
+    """Number of attempts to release the resource since it was orphaned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,6 @@ class LeaseReleased(Event, stream="leases"):
 
     lease: str
     by: Literal["owner", "coordinator", "successor"]
-    """`owner`: the run that took it; `coordinator`: on behalf of an owner that can't. `successor`: the resource lives
-    on under a lease of the run's next attempt. Always `owner` in a copy of a store, since the run belongs to the
-    original, which releases it."""
+    """`owner`: the run that took the lease released it. `coordinator`: the coordinator did so in the owner's place.
+    `successor`: the run's next attempt took the resource over under another lease. In a copy of a store it is always
+    `owner`, since the system on the original store releases the resource."""

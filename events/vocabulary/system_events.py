@@ -18,27 +18,27 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemConfigured(Event, stream="system"):
-    """The actor system was started with this resolved config (passwords masked)."""
+    """The actor system was started with this resolved config, in which secrets are masked."""
 
     config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewindAccepted(Event, stream="system"):
-    """A person accepted that the log continues without acknowledged events that it no longer has."""
+    """A person accepted that the log lost acknowledged events and continues without them."""
 
     lost: list[KnownEnd]
     """Known ends that the log does not have."""
     first: int
-    """`first` to `last` are the lost positions; at least `last` was acknowledged. 1 if the lost events belong to
-    another log, which shares nothing with this one."""
+    """First lost position, with `last` as the last one, which was acknowledged. 1 if the lost events belong to another
+    log, which shares nothing with this one."""
     last: int
     kept: int
     """Last position before this event; the log up to it is unchanged."""
     generation_before: str
-    """Generation of the log as it was opened."""
+    """Generation of the log when it was opened."""
     generation: str
-    """Generation of the log from here on; claims about earlier ones no longer count."""
+    """Generation of the log from this event on. Claims about earlier generations no longer count."""
     by: str
     """The person, as user and host."""
     reason: str = ""
@@ -46,7 +46,7 @@ class RewindAccepted(Event, stream="system"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStarted(Event, stream="system"):
-    """A coordinator took the lease; from here on only writers of this epoch can append."""
+    """A coordinator took the lease. From this event on, only a writer of this epoch can append."""
 
     epoch: int
     pid: int
@@ -58,10 +58,10 @@ class CoordinatorStarted(Event, stream="system"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingResumed(Event, stream="system"):
-    """The log can be written again, after a full disk for example."""
+    """The log can be written again, for example after a full disk."""
 
     error: str
-    """Last error, which requests got in the meantime."""
+    """Last error of a failed write, which requests got in the meantime."""
     seconds: float
     """Seconds from the first failed write to this one."""
 
@@ -71,22 +71,22 @@ class ClockStepped(Event, stream="clock"):
     """The clock that dates events was set. Times before and after this event are not comparable."""
 
     seconds: float
-    """Size of the step: the clock's time now, minus its time without the step."""
+    """Size of the step: the clock's time after it, minus the time that the clock would have without it."""
     before: float
     """Time of the event before this one, in unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfRunner(Event, stream="runner/<runner>"):
-    """Base of events in one life of a runner."""
+class _RunnerEvent(Event, stream="runner/<runner>"):
+    """Base of the events in one incarnation of a runner, which is one life of its process."""
 
     runner: str
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerStarted(_OfRunner):
-    """A runner actor answered; its engine is loading."""
+class RunnerStarted(_RunnerEvent):
+    """A runner actor started and answered the coordinator. Its engine is loading."""
 
     pid: int
     host: str
@@ -96,104 +96,106 @@ class RunnerStarted(_OfRunner):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerReady(_OfRunner):
-    """The runner's engine serves; units may be dispatched to it."""
+class RunnerReady(_RunnerEvent):
+    """The runner's engine has loaded, so the runner can get units."""
 
     places: int
-    """Units that it runs at the same time."""
+    """Number of units that the runner plays at the same time."""
     model_version: int
     load_seconds: float
     engine_version: str = ""
-    """The engine's own version and platform; empty if it does not say."""
+    """Version and platform that the engine reports; empty if it reports none."""
     adapters: dict[str, int] = field(default_factory=dict)
-    """LoRA adapters that it already serves, and their versions; not empty if a coordinator takes over a runner."""
+    """LoRA adapters that the engine already serves, and their versions. A new runner has none; one that a new
+    coordinator takes over may have some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConcurrencyChanged(_OfRunner):
-    """The runner changed how many units it runs at the same time, because its engine has room or is full."""
+class ConcurrencyChanged(_RunnerEvent):
+    """The runner changed how many units it plays at the same time, because its engine has room or is full."""
 
     places: int
-    """Units that it runs at the same time."""
+    """Number of units that the runner now plays at the same time."""
     kv_share: float
-    """Share of its engine's KV cache in use at that moment."""
+    """Share of the engine's KV cache in use at that moment, from 0 to 1."""
     waiting: int
-    """Requests that waited in its engine at that moment."""
+    """Number of requests in the engine's queue at that moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerFailed(_OfRunner):
-    """The runner could not load its engine, or its engine died; the runner gets no units."""
+class RunnerFailed(_RunnerEvent):
+    """The runner could not load its engine, or its engine died. The runner gets no more units."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLost(_OfRunner):
-    """The runner's process is gone; its units are attempted again elsewhere."""
+class RunnerLost(_RunnerEvent):
+    """The runner's process is gone. Its units are attempted again on other runners."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerQuarantined(_OfRunner):
-    """The runner ended too often; its slot stays empty until a person restarts the runner or the system."""
+class RunnerQuarantined(_RunnerEvent):
+    """The runner's process died too often. It is not started again until a person restarts the runner or the system."""
 
     deaths: int
-    """Number of lives that ended within `period_seconds`."""
+    """Number of deaths within `period_seconds`."""
     period_seconds: float
     reason: str
-    """Reason of the last end."""
+    """Reason of the last death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerRetired(_OfRunner):
+class RunnerRetired(_RunnerEvent):
     """The runner was stopped on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAdded(Event, stream="servers"):
-    """An external server became an engine. Its runner waits for it, and has it load the weights."""
+    """An external server became an engine of the system. Its runner waits for the server, and has it load weights."""
 
     url: str
     runner: str
-    """Runner that supervises it; a server that comes back gets the same one."""
+    """Runner that supervises the server. A server that is removed and added again gets the same one."""
     by: Literal["list", "scale"]
-    """`list`: it is in the list of the config; `scale`: a person added it, and it stays until a person removes it."""
+    """`list`: the config's list has the server. `scale`: a person added it, and it stays until a person removes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRemoved(Event, stream="servers"):
-    """An external server is no longer an engine: its runner gets no more units, finishes those it has, and retires."""
+    """An external server is no longer an engine. Its runner gets no more units, finishes its units, and retires."""
 
     url: str
     runner: str
     by: Literal["list", "scale"]
-    """`list`: it is no longer in the list; `scale`: a person removed it, even if the list still has it."""
+    """`list`: the config's list no longer has the server. `scale`: a person removed it, even if the list has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsPublished(Event, stream="weights"):
-    """The trainer published new weights; from here on they are the current version."""
+    """The trainer published new weights, which are now the current version."""
 
     version: int
     path: str
     method: str = "checkpoint"
-    """`checkpoint`; `memory`: `path` is in shared memory, which a restart of the machine empties; `nccl`: the same, and
-    engines got them from GPU to GPU. A version may be published twice, first from memory and then as a checkpoint."""
+    """`checkpoint`: files at `path`. `memory`: `path` is in shared memory, which a restart of the machine empties.
+    `nccl`: as `memory`, and engines got the weights from GPU to GPU. A version may be published twice, first from
+    memory and then as a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsLoaded(_OfRunner):
-    """A runner's engine serves this version now."""
+class WeightsLoaded(_RunnerEvent):
+    """A runner's engine now serves this version of the weights."""
 
     version: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsFailed(_OfRunner):
-    """A runner could not load this version; it continues with the version it had."""
+class WeightsFailed(_RunnerEvent):
+    """A runner could not load this version of the weights. It continues with the version it had."""
 
     version: int
     error: str
@@ -201,7 +203,7 @@ class WeightsFailed(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPublished(Event, stream="adapter/<adapter>"):
-    """The trainer published a version of a LoRA adapter; requests that name the adapter get it from here on."""
+    """The trainer published a version of a LoRA adapter. New requests that name the adapter use this version."""
 
     adapter: str
     version: int
@@ -209,14 +211,14 @@ class AdapterPublished(Event, stream="adapter/<adapter>"):
     """Folder in PEFT's format."""
     rank: int
     size: int
-    """Bytes of its two files, which an engine reads to load it."""
+    """Size of the adapter's two files in bytes."""
     digest: str
-    """Digest of its two files; an engine that finds others at `path` refuses them."""
+    """Digest of the two files. An engine refuses files at `path` that have another digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRemoved(Event, stream="adapter/<adapter>"):
-    """An adapter was withdrawn: from here on requests that name it are refused."""
+    """An adapter was withdrawn. New requests that name it are refused."""
 
     adapter: str
     version: int
@@ -224,7 +226,7 @@ class AdapterRemoved(Event, stream="adapter/<adapter>"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterLoaded(_OfRunner):
+class AdapterLoaded(_RunnerEvent):
     """A runner's engine now answers new requests for this adapter with this version."""
 
     adapter: str
@@ -233,8 +235,8 @@ class AdapterLoaded(_OfRunner):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFailed(_OfRunner):
-    """A runner could not load this version of an adapter; it continues with the version it had, if any."""
+class AdapterFailed(_RunnerEvent):
+    """A runner could not load this version of an adapter. It continues with the version it had, if any."""
 
     adapter: str
     version: int
@@ -243,21 +245,21 @@ class AdapterFailed(_OfRunner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetAdvanced(Event, stream="taskset/<taskset>"):
-    """A batch took its tasks from the taskset, which goes on at this place; written together with BatchSubmitted."""
+    """A batch took tasks from the taskset. The next batch continues after them. Written with the BatchSubmitted."""
 
     taskset: str
     batch_id: BatchId
     epoch: int
-    """Pass over the taskset that holds the next task to read, from 0."""
+    """Number of the pass over the taskset in which the next task lies, from 0."""
     offset: int
-    """Tasks already read in that pass."""
+    """Number of tasks already read in that pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetResolved(Event, stream="tasksets"):
-    """A taskset name in the config was resolved to this source; in the transaction of the first batch from it.
+    """A taskset name in the config was resolved to this source. Written with the first batch from it.
 
-    A resumed run reads this source again, whatever the name means by then.
+    A resumed run reads this source again, even if the name resolves to another one by then.
     """
 
     batch_id: BatchId
@@ -266,13 +268,13 @@ class TasksetResolved(Event, stream="tasksets"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceMeasured(Event, stream="pace"):
-    """A train step ended. The fields sum up the attempts of all steps so far, for `explorer.dynamic_timeout`."""
+    """A train step ended. The fields sum up all steps of the run so far, for `explorer.dynamic_timeout`."""
 
     batch_id: BatchId
     steps: int
     attempts: int
-    """Attempts that finished some runs or timed out, without evals."""
+    """Number of attempts that finished some runs or timed out, without evals."""
     seconds: float
     """Total duration of these attempts."""
     timeout: float
-    """Seconds per attempt from here on; 0: `explorer.max_timeout`."""
+    """Time limit in seconds of each later attempt; 0 means `explorer.max_timeout`."""

@@ -106,7 +106,7 @@ def test_a_value_that_would_not_reach_parts_can_not_be_changed() -> None:
     for name in ("prompt_lengths", "rewards", "versions", "groups", "runs", "steps", "truncated"):
         with pytest.raises(ValueError, match="read-only"):
             getattr(columns, name)[0] = 1
-        with pytest.raises(AttributeError, match=f"{name} can't be replaced in columns"):
+        with pytest.raises(AttributeError, match=f"{name} of these columns can't be assigned"):
             setattr(columns, name, None)
     columns.arrays()["rewards"][0] = 5.0
     assert columns.rewards[0] == 0.0
@@ -223,9 +223,9 @@ def test_what_can_t_be_padded_or_packed_is_named() -> None:
     with pytest.raises(DataError, match=r"experience 7/0/1/0/s has 5 tokens, more than max_tokens=4"):
         columns.packed(4)
     for wrong in (0, -1, 1.5, True, "8"):
-        with pytest.raises(DataError, match=r"max_tokens is .*: it is a whole number from 1"):
+        with pytest.raises(DataError, match=r"max_tokens is .*: give a whole number from 1"):
             columns.packed(wrong)  # type: ignore[arg-type]
-        with pytest.raises(DataError, match=r"multiple_of is .*: it is a whole number from 1"):
+        with pytest.raises(DataError, match=r"multiple_of is .*: give a whole number from 1"):
             columns.padded(multiple_of=wrong)  # type: ignore[arg-type]
     with pytest.raises(DataError, match='side is \'up\': use "left" or "right"'):
         columns.padded(side="up")  # type: ignore[arg-type]
