@@ -1,8 +1,8 @@
-"""Store of journals (`events/journal.py`), one for each life of a runner, beside the log.
+"""Store of journals (`events/journal.py`) beside the log, one journal for each incarnation of a runner.
 
-A journal holds what unfinished attempts got so far: answers and step results. It is no history: what is trained on
-comes from the log, and a missing journal is no damage. Beside a SQLite log it is a folder of files, in PostgreSQL a
-table, so that every host reaches it. Segments are freed one by one, as their units are settled.
+A journal holds the model answers and step results of unfinished attempts. Training data comes from the log, so a
+missing journal is no damage. Beside a SQLite log a journal is a folder of files. In PostgreSQL it is rows of a table,
+so that every host reaches it. A journal has segments, each deleted when the units in it are settled.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from trinity_es.events.store.database.urls import parse_url
 __all__ = ["Journals", "Life", "open_journals"]
 
 Life = tuple[str, int]
-"""A runner's name and incarnation."""
+"""A runner's name and incarnation, which identify one life of its process."""
 
 
 class Journals(Protocol):
     """Store of journals. Each method raises LogUnavailable if the store can't be reached or written."""
 
     quick: bool
-    """True if an `append` that is not durable only copies the bytes, so an event loop may call it, beside a thread
-    whose appends are durable and empty."""
+    """True if `append` without `durable` only copies the bytes to the kernel, so that an event loop may call it. A
+    thread then appends b"" with `durable`."""
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
-        """Add bytes to a segment. They survive a crash of this process.
+        """Append bytes to a segment. They survive a crash of this process.
 
-        With `durable` they and all that was appended before survive a crash of the machine too.
+        With `durable`, these and all earlier bytes survive a crash of the machine too.
         """
 
     def read(self, life: Life) -> list[bytes]:
-        """Return a life's segments in order; [] if there are none. A segment's tail may be torn."""
+        """Return the parts of a runner's journal in order; [] without a journal. The last part may end torn."""
 
     def drop(self, life: Life, segment: int | None = None) -> None:
-        """Delete a segment, or all segments of a life; nothing happens if they are missing."""
+        """Delete a segment of a runner's journal, or the whole journal, if it exists."""
 
     def lives(self) -> list[Life]:
-        """Return the lives that have a journal."""
+        """Return the runners and incarnations that have a journal."""
 
     def close(self) -> None: ...
 
 
 def open_journals(url: str, *, durability: Durability = "power", patience: float = 2.0) -> Journals:
-    """Return the journals beside the log at `url`. Makes their table in PostgreSQL if it is missing."""
+    """Open the journals beside the log at `url`. In PostgreSQL, create their table if it is missing."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{os.path.realpath(parsed.database or '')}.journals"), durability == "power")
@@ -74,7 +74,7 @@ class _Files:
     def __init__(self, root: Path, power: bool) -> None:
         self._root, self._survives_power_loss = root, power
         self._open: dict[tuple[Life, int], int] = {}
-        """Descriptors by life and segment: of the newest segment, and of earlier ones until they are synced."""
+        """File descriptors of the newest segment, and of earlier segments until they are synced."""
 
     def append(self, life: Life, segment: int, data: bytes, *, durable: bool) -> None:
         try:
@@ -99,7 +99,7 @@ class _Files:
         return handle
 
     def _sync(self) -> None:
-        """Sync what was written, and close all segments but the newest, which is written on."""
+        """Sync all open segments to the disk, and close all but the newest."""
         newest = max(self._open, default=None)
         for key, handle in list(self._open.items()):
             if self._survives_power_loss:

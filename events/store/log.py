@@ -1,18 +1,18 @@
-"""The event log: append and read facts, in SQLite or PostgreSQL.
+"""The event log: appends and reads of events, in SQLite or PostgreSQL.
 
 Its guarantees, each with a test in tests/main/test_log_contract.py or tests/full/events:
 
-- an append is one transaction over several streams; when `append` has returned, its events are durable and there once;
-- positions are 1, 2, 3, ... in commit order without a gap, so no new event ever appears before a reader's position;
-  versions of a stream are 1, 2, 3, ...;
-- an append that is repeated with its commit id returns the first result; with other content it is CommitMismatch;
-- a writer whose lease was taken by another is Fenced; a writer with a stale version of a stream gets ConcurrencyError;
-  a writer whose earlier events are missing (restored from a copy, a standby that was behind) gets LogRewound;
-- events never change: the database refuses it, and a hash over each event and the one before it proves it (`verify`);
-- read models (`Projector`) change in the transaction of the append, or not at all.
+- An append is one transaction over several streams. When `append` returns, its events are durable and written once.
+- Positions are 1, 2, 3, ... in commit order without a gap, so no new event ever appears before a reader's position.
+  Versions of a stream are 1, 2, 3, ...
+- An append that is repeated with its commit id returns the first result. With other events it raises CommitMismatch.
+- A writer whose lease another took gets Fenced. A writer with a stale version of a stream gets ConcurrencyError. A
+  writer whose earlier events are missing (restored from a copy, a standby that was behind) gets LogRewound.
+- Events never change: the database refuses it, and a chain of hashes proves it (`verify`).
+- Read models (`Projector`) change in the transaction of the append, or not at all.
 
-Durability: "process" survives the death of every process, "power" also the loss of power (an fsync per commit). On
-PostgreSQL both are "power", if its server is set to fsync.
+Durability: commits with "process" survive the death of every process, with "power" also the loss of power (an fsync per
+commit). On PostgreSQL both mean "power", if the server's `fsync` is on.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ _E = schema.events.c
 
 
 class EventLog:
-    """One process's access to a log. Safe for threads, and for any number of other processes."""
+    """One process's access to a log. Safe for threads and for concurrent processes."""
 
     def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
         self._db = database
         self._read_models = ReadModels(database, projectors)
         self.acknowledged: Mark | None = None
-        """Last event that was written through this object, or that the opener already knew."""
+        """Last event that this object wrote, or that `require` found in the log."""
         self._generation = ""
-        """Generation of the log at the last append of this object."""
+        """Generation of the log at this object's last append."""
         self._mark_lock = threading.Lock()
         self.memory: Memory | None = None
-        """File that notes the last event before an append returns."""
+        """File of this host that gets the position of each append before `append` returns."""
         self._clock = Clock()
 
     @classmethod
@@ -86,8 +86,8 @@ class EventLog:
     ) -> Self:
         """Open the log at `url`: a path, `sqlite:///path` or `postgresql://...`.
 
-        `create` makes a missing log. Projectors that are new, of a new version or behind are brought up to date first.
-        `patience`: seconds for which each call waits out a lost connection or a held lock (this one at most 5 s).
+        With `create`, a missing log is made. Tables of projectors that are new, changed or behind are updated first.
+        `patience`: seconds for which each call retries after a lost connection or a held lock (this call at most 5 s).
         Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
         """
         database = Database(url, durability=durability, read_only=read_only, patience=patience)
@@ -106,11 +106,11 @@ class EventLog:
 
     @property
     def engine(self) -> Engine:
-        """Engine for reading the projectors' tables. Only this class writes the log's own tables."""
+        """SQLAlchemy engine, to read the projectors' tables. Only this class writes the log's own tables."""
         return self._db.engine
 
     def query(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on the projectors' tables, waiting out passing trouble. Raises LogUnavailable, DBAPIError."""
+        """Run `work` in a reading transaction, with retries of passing errors. Raises LogUnavailable, DBAPIError."""
         return self._db.read(work)
 
     @property
@@ -133,11 +133,11 @@ class EventLog:
     ) -> Committed:
         """Write all of `writes`, or nothing. When this returns, they are durable.
 
-        `commit_id` names the decision: the same one for every retry, and for no other decision. A write without events
-        only requires its stream's version. `patience` replaces the log's own; with 0 there is one try. `generation`, if
-        given, is the log's from here on. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
-        LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and the
-        errors of projectors.
+        Every retry of a decision must pass the same `commit_id`, and no other decision may. A write without events only
+        checks its stream's version. `patience` replaces the log's own; 0 means a single try. A given `generation`
+        becomes the log's new one. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
+        LogRewound, InvalidEvent, errors of projectors, and LogUnavailable (nothing was acknowledged; the same commit
+        may be tried again).
         """
         own_draft = draft(writes, commit_id, lease, metadata)
         size = 32768 + sum(len(r.data) + len(own_draft.metadata) + 400 for r in own_draft.recorded)
@@ -151,7 +151,7 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
-        """Keep the mark if it is newer than the last one, and return True if it is."""
+        """Set `acknowledged` to this mark if it is newer. Return True if it is."""
         with self._mark_lock:
             is_newer = self.acknowledged is None or mark.position > self.acknowledged.position
             if is_newer:
@@ -162,7 +162,7 @@ class EventLog:
         self, connection: Connection, writes: Sequence[Write], own_draft: Draft, commit_id: str, lease: Lease | None,
         generation: str | None,
     ) -> Committed:
-        """Append in this transaction, which holds the lock of the log's head row; see `append`."""
+        """Do the work of `append` in this transaction, under the lock of the log's head row."""
         before_lock = monotonic()
         head = lock_head(connection, self._db)
         self._generation = generation or head.generation
@@ -177,7 +177,7 @@ class EventLog:
         self._check_versions(connection, writes)
         clock_step = self._clock_step(connection, head, clock_reading)
         drafts = [own_draft] if clock_step is None else [clock_step, own_draft]
-        self._place(head, drafts)
+        self._assign_positions(head, drafts)
         recorded = [item for commit in drafts for item in commit.recorded]
         last = recorded[-1]
         try:
@@ -202,7 +202,7 @@ class EventLog:
     def _clock_step(
         self, connection: Connection, head: LockedHead, clock_reading: tuple[float, float, float]
     ) -> Draft | None:
-        """Return an event that says that the clock was set since the last append; None if it was not."""
+        """Return a draft of a ClockStepped event if the clock was set since the last append, else None."""
         slack = clock.STEP_SECONDS
         if self._clock.last is None and head.last_position:
             slack = clock.FIRST_SECONDS
@@ -218,22 +218,22 @@ class EventLog:
         write = Write(stream=CLOCK, expected_version=version, events=[event])
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
-    def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
-        """Give the drafts' events their positions, times and hashes, which follow those of `head`."""
-        # Whole microseconds, as in a datetime, so that the displayed time finds the event again.
+    def _assign_positions(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
+        """Give the drafts' events the positions, times and hashes that follow `head`."""
+        # Whole microseconds, as in a datetime, so that a query with the displayed time finds the event.
         recorded_at = round(head.now, 6)
-        if drafts[0].recorded[0].stream != CLOCK:  # a slewed clock makes time stand still, never go back
+        if drafts[0].recorded[0].stream != CLOCK:  # without a step, recorded times never go back
             recorded_at = max(recorded_at, head.recorded_at)
         position, previous = head.last_position, head.last_hash
         for commit in drafts:
             position, previous = commit.place(position, previous, repeat(recorded_at))
 
     def lost_claims(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
-        """Return the end of the log, and the claims that it does not hold."""
+        """Return the end of the log, and the claims that are false: the log lacks their event."""
         return self._db.read(lambda c: find_lost(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
-        """Raise LogRewound if the log lacks a claimed event. Later appends require the claims of this generation."""
+        """Raise LogRewound if the log lacks a claimed event. Later appends check the newest claim again."""
         head, lost_claims = self.lost_claims(claims)
         if lost_claims:
             raise rewound(self.url, head, lost_claims)
@@ -242,7 +242,10 @@ class EventLog:
                 self._acknowledge(mark)
 
     def _earlier_result(self, connection: Connection, first: int, commit_id: str, own_draft: Draft) -> Committed:
-        """Return the result of the earlier append with this commit id. Raises CommitMismatch."""
+        """Return the result of the earlier append with this commit id, which begins at position `first`.
+
+        Raises CommitMismatch if it had other events.
+        """
         # Read one event more than this commit has, since the earlier one may be longer.
         values = {"after": first - 1, "until": statements.LAST, "limit": len(own_draft.recorded) + 1}
         rows = statements.NEXT_PAGE.rows(connection, values)
@@ -269,21 +272,21 @@ class EventLog:
             versions[write.stream] = version + len(write.events)
 
     def remembered_claims(self, memory: Memory) -> list[Claim]:
-        """Return a host's claims about this log, from its `memory`, which first gets the key of this store."""
+        """Return this host's claims about the log, read from `memory`. First set the store's key there."""
         memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
         return memory.claims(self.head().generation)
 
     # --- leases -----------------------------------------------------------------------------------------------------
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
-        """Take the lease from any holder: from now on no earlier holder can append. `owner` is plain JSON."""
+        """Take the lease from any holder, which can no longer append. `owner` describes the new holder, as JSON."""
         return writer_lease.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Return the lease, or None if no writer ever took it. In a copy, or after its release, `owner` is empty."""
+        """Return the lease, or None if it was never taken. `owner` is empty after a release and in a copied store."""
         return writer_lease.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:
-        """Give the lease back, unless another writer took it meanwhile; its epoch stays."""
+        """Remove the owner from the lease, unless another writer took it meanwhile. The epoch stays."""
         writer_lease.release(self._db, lease)
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -291,10 +294,10 @@ class EventLog:
         self, *, stream: str | None = None, after: int = 0, until: int | None = None,
         types: Sequence[str] | None = None, limit: int | None = None,
     ) -> Iterator[Recorded]:
-        """Yield events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
+        """Yield events of one stream or all, with `after` < position <= `until`, in order, at most `limit`.
 
-        Each page has its own transaction, up to the end of the log at that moment. Raises LogCorrupt for a missing
-        position (or, of one stream, version).
+        Each page is read in its own transaction, up to the end of the log at that moment. Raises LogCorrupt for a
+        missing position, or for a missing version of the stream.
         """
         query = statements.NEXT_PAGE if stream is None else statements.STREAM_PAGE
         if types is not None:
@@ -329,10 +332,10 @@ class EventLog:
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
+        """Yield at most `limit` events of these rare types (all but `schema.BULK`), with `after` < position < `before`.
 
-        At most `limit` events come in order of position, or with `descending` the newest first. An index finds them, so
-        the cost does not grow with the log. Raises ValueError for a bulk type.
+        They come in order of position, or with `descending` the newest first. An index finds them, so the cost does not
+        grow with the log. Raises ValueError for a bulk type.
         """
         rare_types = require_rare(types)
         remaining = limit
@@ -350,7 +353,7 @@ class EventLog:
             remaining = None if remaining is None else remaining - len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
-        """Return the last event of this type in a stream with a position greater than `after`, or None."""
+        """Return the last event of this type in a stream, or None if none has a position greater than `after`."""
         # Not `type = ...`: PostgreSQL assumes that stream and type are independent and expects few rows, even if every
         # event of the stream has this type. It would read and sort them all instead of the index from its end.
         query = select(schema.events).where(
@@ -371,7 +374,7 @@ class EventLog:
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
 
     def is_reachable(self) -> bool:
-        """Return True if the database answers the first try. Raises LogRewound if acknowledged events are missing."""
+        """Return True if the database answers at the first try. Raises LogRewound if acknowledged events are gone."""
         mark = self.acknowledged  # before the read, since a commit may follow meanwhile
         try:
             heads = select(schema.heads)
@@ -381,15 +384,15 @@ class EventLog:
         return True
 
     def require_place(self) -> None:
-        """Require that a SQLite file still has its name, so that later commits can be found.
+        """Raise LogReplaced unless the open SQLite file is still at its path; otherwise commits would be lost.
 
-        Costs next to nothing. Moves the content of a write-ahead log that lost its name into the file. Raises
+        If only the write-ahead log lost its name, move its content into the file. Costs some calls of `stat`. Raises
         LogReplaced, LogCorrupt, LogUnavailable.
         """
         self._db.require_place()
 
     def is_replaced(self) -> bool:
-        """Return True if another SQLite file now has the name of the opened one."""
+        """Return True if another file is now at the path of the open SQLite file."""
         return self._db.is_replaced()
 
     def head(self) -> Head:
@@ -397,26 +400,26 @@ class EventLog:
         return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
 
     def clock_steps(self) -> list[Recorded]:
-        """Return the `ClockStepped` of this log, in order; its time never goes back between two of them."""
+        """Return the `ClockStepped` events in order. Between two of them `recorded_at` never goes back."""
         return list(self.rare(["ClockStepped"]))
 
     def position_at(self, time: float) -> int:
-        """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
+        """Return the position of the last event recorded at or before `time` (unix seconds), or 0.
 
-        If the clock was stepped, the last stretch between two steps that had begun by that moment counts.
+        If the clock was stepped, the search is in the last stretch between two steps that began by then.
         """
         return self._db.read(lambda c: position_at(c, self.url, time, self.clock_steps()))
 
     # --- read models ------------------------------------------------------------------------------------------------
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Rebuild every read model in one transaction, while writers wait. Return the number of events applied."""
+        """Rebuild every read model from the log, in one transaction, while writers wait. Return the events applied."""
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
     def verify(self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None) -> list[str]:
-        """Return the problems of the log, each naming its position or stream; [] if it is sound.
+        """Check the whole log, and return its problems, each naming a position or stream; [] if it is sound.
 
-        Reads every event once and calls `progress(position, last position)` after each page. A `watcher` sees the
-        events too (events/store/checks/verify.py). Writers continue, and their appends are checked as well.
+        Reads every event once, and calls `progress(position, last position)` after each page. A `watcher` gets the
+        events for checks of its own. Writers continue meanwhile, and their appends are checked too.
         """
         from trinity_es.events.store.checks.verify import verify  # local, since it is seldom used
 

@@ -1,4 +1,4 @@
-"""Read models, updated in the transaction of each append or rebuilt from the log."""
+"""Read models: their update in the transaction of each append, and their rebuild from the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOVE_CHECKPOINT = Prepared(
 
 
 class ReadModels:
-    """The projectors of one open log. The caller provides the transaction of each call."""
+    """The projectors of one open log. Each method works in the caller's transaction."""
 
     def __init__(self, db: Database, projectors: Sequence[Projector]) -> None:
         self._db, self.projectors = db, tuple(projectors)
@@ -33,14 +33,14 @@ class ReadModels:
             raise ValueError(f"projectors need different names, not {sorted(p.name for p in projectors)}")
 
     def prepare(self, connection: Connection) -> None:
-        """Create missing tables, and bring those that are behind up to date."""
+        """Create missing tables, and apply the events that a table lacks."""
         head = lock_head(connection, self._db)
         for projector in self.projectors:
             projector.create(connection)
             self._catch_up(connection, projector, head)
 
     def apply(self, connection: Connection, head: LockedHead, recorded: list[Recorded]) -> None:
-        """Apply these events, which follow `head`. An error of a projector undoes the append."""
+        """Apply newly appended events, which follow `head`. A projector's error undoes the append."""
         if not self.projectors:
             return
         last = recorded[-1]
@@ -59,7 +59,7 @@ class ReadModels:
         connection.execute(update(schema.checkpoints).where(_K.name.in_(names)).values(generation=generation))
 
     def rebuild(self, connection: Connection, progress: Callable[[int, int], None] | None = None) -> int:
-        """Empty the tables and apply the whole log again. Return the number of applied events."""
+        """Empty the tables and apply the whole log. Return the number of applied events."""
         head = lock_head(connection, self._db)
         applied_count = 0
         for projector in self.projectors:
@@ -71,9 +71,9 @@ class ReadModels:
         self, connection: Connection, projector: Projector, head: LockedHead,
         progress: Callable[[int, int], None] | None = None, from_start: bool = False,
     ) -> int:
-        """Apply the events up to `head` that a projector lacks, or all if its version changed or with `from_start`.
+        """Apply the events up to `head` that a projector lacks, and return their number.
 
-        Return the number of applied events.
+        With `from_start`, or if the projector's version or the log's generation changed, apply all events.
         """
         stored = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
         if stored is not None and stored.version > projector.version:

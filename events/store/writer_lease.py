@@ -1,7 +1,7 @@
-"""Leases, which decide who may write.
+"""Leases, which decide which process may write.
 
-A lease is held until another writer takes it. Each append checks in its transaction that the writer still has the
-lease's newest epoch, so no clock matters. A lease also records its store: in a copy of the store it does not count.
+A writer holds a lease until another writer takes it. Each append checks in its transaction that the writer has the
+lease's newest epoch, so no clock matters. A lease also records its store, because it does not count in a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["acquire", "check", "read", "release"]
 
 _L = schema.leases.c
 _STORE = "store"
-"""Key of an owner's row under which the identity of the store is."""
+"""Key of the store's identity in the JSON of the owner."""
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
@@ -46,7 +46,7 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
 
 def read(db: Database, name: str) -> Lease | None:
-    """Return the lease, or None if it was never taken; without an owner if it was taken in the store's original."""
+    """Return the lease, or None if it was never taken. Its owner is empty if this is a copy of the owner's store."""
     def work(connection: Connection) -> Lease | None:
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
         if row is None:
@@ -60,7 +60,7 @@ def read(db: Database, name: str) -> Lease | None:
 
 
 def _copied_from(owner: Mapping[str, Any], current: StoreIdentity) -> str:
-    """Return the place of the original if the store was copied since this owner took the lease, else an empty text."""
+    """Return the place of the original if the current store is a copy of the owner's; else ""."""
     if _STORE not in owner:  # released, or written by an older release
         return ""
     leased_store = StoreIdentity.from_dict(owner[_STORE])
@@ -74,7 +74,7 @@ def release(db: Database, lease: Lease) -> None:
 
 
 def check(lease: Lease, epoch: int | None) -> None:
-    """Raise Fenced if the lease has another epoch in the log: another writer took it."""
+    """Raise Fenced if the lease's epoch in the log is another one, because another writer took the lease."""
     if epoch != lease.epoch:
         raise Fenced(
             f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "

@@ -1,6 +1,6 @@
-"""Marks, claims, and the file that holds a host's claims about a log; `log_end.py` compares them with the log.
+"""Marks and claims about the end of a log, and the file in which a host keeps them. `log_end.py` checks claims.
 
-The keeper reads this file, so this module imports no SQLAlchemy, which would take most of the keeper's memory.
+The keeper process uses this module, so it does not import SQLAlchemy, which would take most of the keeper's memory.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from trinity_es.events.private_files import make_private_folder, open_private
 __all__ = ["HERE", "Claim", "Mark", "Memory", "claim_to_dict", "claims_of", "lost_between"]
 
 SIZE = 2048
-"""Bytes of a memory file, which fit in one page and are written at once."""
+"""Size of a memory file in bytes. It fits in one page, so that it is written at once."""
 MOST_CLAIMS = 6
-"""Maximum number of claims that a memory file keeps."""
+"""Maximum number of claims in a memory file."""
 TRIES = 3
-"""Number of times that a memory file is read if another process may be writing it."""
+"""Maximum number of reads of a memory file, since another process may be writing it."""
 HERE = "this host's memory"
 """`Claim.by` of the marks in a memory file."""
 
 
 class Mark(NamedTuple):
-    """A position of a log and the hash of the event there, which stand for all events up to it."""
+    """Position of a log and the hash of the event there. The hash covers all events up to that position."""
 
     generation: str
     position: int
     hash: bytes
     teller: str = ""
-    """Life of the coordinator that sent it, which need not look up its own marks."""
+    """Id of the coordinator process that sent the mark. A coordinator need not check its own marks."""
 
 
 class Claim(NamedTuple):
-    """A statement that the log reaches a mark, and the process or file that makes it."""
+    """Statement of a process or file that the log has the event of a mark."""
 
     mark: Mark
     by: str
-    """Holder of the mark, in words: `a client (pid 12 on host)`."""
+    """Process or file that holds the mark, in words: `a client (pid 12 on host)`."""
 
 
 def claim_to_dict(claim: Claim) -> dict[str, Any]:
@@ -62,10 +62,9 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
 
 
 def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
-    """Describe the loss if an answer's log lacks events that this process has seen; None if it lacks none.
+    """Compare the mark of this process with the mark in an answer. Describe the loss if the answer's log lost events.
 
-    `own`: mark of this process; `answer`: mark in the answer. Marks of two generations can't be compared, because only
-    the log shows whether one generation follows from the other.
+    Return None if it lost none, or if the generations differ: only the log shows whether one follows from the other.
     """
     if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None
@@ -75,27 +74,26 @@ def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
 
 
 class Memory:
-    """File with this host's claims about the log of one store, of mode 0600, beside the key.
+    """File of this host with claims about the log of one store, beside the system's key.
 
-    The coordinator writes the file after every commit, before any answer: in place, with a checksum for concurrent
-    readers, and without a flush to the disk. After a loss of power the file may know less than the log, which does no
-    harm.
+    The coordinator writes the file after each commit, before it answers: in place, with a checksum for concurrent
+    readers, and without an fsync. After a loss of power the file may be older than the log, which does no harm.
     """
 
     def __init__(self, path: Path, url: str) -> None:
-        """`path`: of the file, which need not exist; `url`: of the store, without a password."""
+        """`path`: the file, which may be missing. `url`: the store's URL or address without a password."""
         self.path, self._url = path, url
         self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
-        """Key of the store's identity, set when its log is read (`EventLog.remembered_claims`)."""
+        """`StoreIdentity.key` of the store, set when its log is read (`EventLog.remembered_claims`)."""
         self._others: list[Claim] = []
         self.trouble = ""
-        """Error of the last write; empty if it succeeded."""
+        """Error of the last write; "" if it succeeded."""
 
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
-        """Return the memory of a store's log in this folder of memory files."""
+        """Return the memory file of the store at this URL, in this folder of memory files."""
         from trinity_es.events.store.database.urls import place_of  # imports SQLAlchemy
 
         place = place_of(url)
@@ -103,11 +101,10 @@ class Memory:
         return cls(Path(folder) / f"acknowledged-{digest}", place)
 
     def claims(self, generation: str = "") -> list[Claim]:
-        """Return this host's claims about the store.
+        """Return this host's claims about the store's log.
 
-        If no claim under the store's address has this `generation`, claims under other addresses count too, since a log
-        may move or have several addresses. Claims about the original of a copy don't count. A store is a copy if the
-        original's file still exists, or the original's database has another key.
+        If this file has no claim of this `generation`, add those from the files of other addresses, because a log may
+        have moved or have several addresses. Skip a file if our store is a copy of that file's store.
         """
         claims, _, _ = _read(self.path)
         if not generation or any(claim.mark.generation == generation for claim in claims):
@@ -119,19 +116,19 @@ class Memory:
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
-        """Return True if this log is a copy of the one at `place`, which still exists."""
+        """Return True if our store is a copy of the one at `place`: its file still exists, or its database differs."""
         if place.startswith("/"):
             return os.path.exists(place)
-        # Without the port: a server that takes over from another has the same data, and may lack its end.
+        # Without the port: a server that took over from another one has the same data, perhaps without its end.
         return any(a != b for a, b in zip(self.key[:2], key, strict=False) if None not in (a, b))
 
     def note(self, mark: Mark) -> None:
-        """Keep this mark as the end of the log. Never raises: `trouble` has the error."""
+        """Store this mark as the end of the log. Never raises: `trouble` has the error."""
         with self._lock:
             self._write([Claim(mark, HERE), *self._others])
 
     def add_claims(self, claims: Iterable[Claim]) -> None:
-        """Keep claims of other processes that the log does not hold, until a person accepts the loss."""
+        """Store false claims of other processes, whose events the log lost, until a person accepts the loss."""
         with self._lock:
             stored_claims, _, _ = _read(self.path)
             candidates = dict.fromkeys([*self._others, *stored_claims[1:], *claims])
@@ -139,7 +136,7 @@ class Memory:
             self._write([*stored_claims[:1], *self._others])
 
     def keep_only(self, mark: Mark) -> None:
-        """Keep this mark and forget all others."""
+        """Store this mark and drop all other claims."""
         self._others = []
         self.note(mark)
 
@@ -149,7 +146,7 @@ class Memory:
             self._fd = -1
 
     def _write(self, claims: Sequence[Claim]) -> None:
-        """Write these claims over the file's content. On an error, note it in `trouble`."""
+        """Replace the file's content with these claims. On an error, set `trouble`."""
         try:
             if self._fd < 0:
                 make_private_folder(self.path.parent)
@@ -162,7 +159,7 @@ class Memory:
 
 
 def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
-    """Return the content of a memory file, without the last claims if they do not fit in SIZE."""
+    """Return the content of a memory file. Leave out the last claims if they don't fit in SIZE."""
     data = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
     if len(data) > SIZE - 10:
         return _encode(claims[:-1], place, key)
@@ -170,7 +167,7 @@ def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[Claim], str, list[Any]]:
-    """Return the claims in a memory file, the log's place and its store's key; no claims if the file is incomplete."""
+    """Return a memory file's claims, and the address and key of its store. Return ([], "", []) if it is unreadable."""
     for _ in range(TRIES):
         try:
             with path.open("rb") as file:

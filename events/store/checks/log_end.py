@@ -1,9 +1,9 @@
-"""Known ends of a log, which reveal that a log lost acknowledged events.
+"""Checks that a log still has its acknowledged events, by marks that processes keep.
 
-A `Mark` is a position of a log and the hash there, which stands for all events up to it. Every answer about the log
-carries one. Clients, runners, guardian and keeper keep the newest in memory, and this host in a file (`Memory`). If the
-log does not have the event of a mark, it was rewound or replaced: LogRewound (`EventLog.require`). When a person
-accepts a loss (`RewindAccepted`), the log gets a new generation, and marks of earlier ones no longer count.
+A `Mark` is a position of a log and the hash there, which covers all events up to it. Every answer about the log carries
+a mark. Clients, runners, guardian and keeper keep the newest in memory, and the host keeps it in a file (`Memory`). If
+the log lacks the event of a mark, it was rewound or replaced (LogRewound, `EventLog.require`). When a person accepts a
+loss (`RewindAccepted`), the log gets a new generation, and marks of earlier generations no longer count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
-    """Return the end of the log, and the claims that it does not hold."""
+    """Return the end of the log, and the claims that are false: the log lacks the event of their mark."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
     lost_claims = []
@@ -55,7 +55,7 @@ def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, li
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
-    """Raise LogRewound if a log with this head row lacks the last event that this process wrote or saw."""
+    """Raise LogRewound if a log with this head row lacks the event of this process's `mark`."""
     if mark is not None:
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
         if _hash_at(connection, end, mark.position) != mark.hash:
@@ -63,7 +63,7 @@ def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str,
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
-    """Return the hash at a position of a log that ends at `head`; None if the log has no such event."""
+    """Return the hash at a position of the log, which ends at `head`; None if it has no such event."""
     if position == 0:
         return schema.GENESIS
     if position == head.position:
@@ -74,14 +74,14 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
 
 
 def _given_up_generations(connection: Connection) -> set[str]:
-    """Return the generations that persons gave up for the log's current one (`RewindAccepted`)."""
+    """Return the generations that earlier `RewindAccepted` events gave up for the log's current generation."""
     rows = rare_page(connection, ["RewindAccepted"])
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """Return the error that names the acknowledged end, the log's end, and the way out. `head` None: no log."""
+    """Return an error that names the acknowledged end, the log's end, and what to do. `head`: None without a log."""
     claim = max(lost, key=lambda c: c.mark.position)
     mark, other_holders = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
@@ -106,7 +106,7 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
 
 
 def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
-    """Return the event that gives up the lost positions of a log that ends at `head`, with its new generation."""
+    """Return the event that accepts the loss of these claims. The log ends at `head` and gets a new `generation`."""
     positions = [c.mark.position for c in lost if c.mark.generation == head.generation]
     foreign_positions = [c.mark.position for c in lost if c.mark.generation != head.generation]
     return RewindAccepted(

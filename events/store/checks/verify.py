@@ -1,9 +1,8 @@
-"""Verification of a log, for `EventLog.verify`. It never repairs.
+"""Verification of a log, for `EventLog.verify`. It changes nothing.
 
-After a break in the chain it continues from the stored hash, so that one changed event is one problem and not a
-thousand. No content of a damaged file stops it. Events are read page by page up to the head. A short last transaction
-reads the events since then and the tables that they are compared with, both as of one moment, so concurrent writers
-cause no false problems.
+After a broken hash it continues from the stored hash, so that one changed event is one problem and not a thousand. Any
+content of a damaged file becomes a problem and no exception. Events are read page by page up to the head. A short last
+transaction reads the events since then, and the tables to compare with, so concurrent writers cause no false problems.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ _BEYOND = text("SELECT max(position) FROM es_event")
 
 
 class Watcher(Protocol):
-    """Further check of the events, in the same pass."""
+    """Additional check of the events that `verify` reads."""
 
     def check_events(self, recorded: Sequence[Recorded]) -> None:
-        """Check the next events, in order of position and each once. All of them decode."""
+        """Check the next decodable events. Each event comes once, in order of position."""
 
     def finish(self, connection: Connection, head: Head, is_complete: bool) -> None:
-        """Make the checks that need all events, in the last transaction.
+        """Do the checks that need all events, in the last transaction.
 
         `is_complete`: True if no event was missing or unreadable.
         """
 
 
 class Problems:
-    """The first `MOST_PROBLEMS` problems, and the number of further ones."""
+    """List of the first `MOST_PROBLEMS` problems, and the number of further ones."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
@@ -79,9 +78,9 @@ class Problems:
 def verify(
     database: Database, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
 ) -> list[str]:
-    """Return all problems of the log up to its last event at the end of this call. Raises LogUnavailable."""
+    """Check the log up to its last event at the end of this call, and return all problems. Raises LogUnavailable."""
     problems = Problems()
-    chain = _Chain(problems)
+    chain = _ChainCheck(problems)
 
     def check_rows(rows: Sequence[Any], end: int) -> None:
         position_before = chain.position
@@ -106,7 +105,7 @@ def verify(
         end = _last_position(heads, problems)
         while rows := next_page(connection, end):
             check_rows(rows, end)
-        _compare(connection, chain, heads, problems)
+        _compare_with_tables(connection, chain, heads, problems)
         if watcher is not None:
             verified_end = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
             watcher.finish(connection, verified_end, chain.is_complete and chain.position == end)
@@ -126,7 +125,7 @@ def verify(
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """Read SQLite text that is not UTF-8 with its bad bytes escaped, as in `\\xe9`. The driver would raise an error."""
+    """In this block, read invalid UTF-8 in SQLite with its bytes escaped (`\\xe9`). The driver would raise an error."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield
@@ -139,7 +138,7 @@ def raw_text(connection: Connection) -> Iterator[None]:
 
 
 def check_pages(connection: Connection) -> list[str]:
-    """Return SQLite's problems with the pages, trees and indexes of this log."""
+    """Run SQLite's integrity check of pages, trees and indexes, and return the problems."""
     try:
         with raw_text(connection):
             lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST_PROBLEMS})"))]
@@ -159,8 +158,8 @@ def check_pages(connection: Connection) -> list[str]:
     return [f"the database file: {with_name(part)}" for part in parts]
 
 
-class _Chain:
-    """Check of each event against the one before it."""
+class _ChainCheck:
+    """Check of each event against the event before it, and the state that this needs."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -170,7 +169,7 @@ class _Chain:
         self._commit, self._index = "", 0
 
     def follow(self, row: tuple[Any, ...]) -> Recorded | None:
-        """Check the next row and report its problems; return its event, None if it can't be read or is out of order."""
+        """Check the next row and report its problems. Return its event; None if it is unreadable or out of order."""
         add = self._problems.add
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row
         at = f"position {position} ({stream} {version}, {name})"
@@ -198,7 +197,7 @@ class _Chain:
             add(f"{at}: it is event {index} of commit {commit_id}, but does not follow it")
         if recorded_at < self.recorded_at and name != "ClockStepped":
             add(f"{at}: it was recorded before the event before it")
-        if _hash(self.hash, row) != stored:
+        if _expected_hash(self.hash, row) != stored:
             # After missing events the hash can't be checked: the previous hash is unknown.
             add(f"{at}: its hash does not match it and the event before it: one of them was changed"
                 if not missing else f"{at}: its hash can't be checked, the event before it is missing")
@@ -220,8 +219,8 @@ class _Chain:
         return None
 
 
-def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
-    """Return the hash that the row must have; None if a number is out of range, so that no hash is possible."""
+def _expected_hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
+    """Return the hash that the row should have; None if a value is out of range, so that it has none."""
     try:
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, _ = row
         body = schema.body_hash(
@@ -234,7 +233,7 @@ def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
 
 
 def _last_position(heads: Sequence[Any], problems: Problems) -> int:
-    """Return the last position by the head row, 0 without one. Reports problems of the row."""
+    """Return the last position in the head row, or 0 without a row. Report the row's problems."""
     if len(heads) != 1:
         problems.add("the log's head row is missing" if not heads else f"the log has {len(heads)} head rows")
     if not heads:
@@ -250,8 +249,8 @@ def _last_position(heads: Sequence[Any], problems: Problems) -> int:
     return row[1] if type(row[1]) is int else 0
 
 
-def _compare(connection: Connection, chain: _Chain, heads: Sequence[Any], problems: Problems) -> None:
-    """Compare the head, the table of streams and the events, as of this transaction."""
+def _compare_with_tables(connection: Connection, chain: _ChainCheck, heads: Sequence[Any], problems: Problems) -> None:
+    """Compare the head row and the table of streams with the events, and report differences."""
     if heads:
         _, end, last_hash, recorded_at, _, _ = heads[0]
         if chain.position != end:

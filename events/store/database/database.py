@@ -1,7 +1,7 @@
 """Connections to the database of a log: opening, locking, transactions, retries.
 
-For `log.py` and `payloads.py` only. SQLite and PostgreSQL differ only in this folder: in the write lock (a lock file
-beside the SQLite file, the head row on PostgreSQL), the meaning of durability, and the errors that pass.
+This folder hides the differences between SQLite and PostgreSQL: the write lock (a lock file beside the SQLite file, the
+head row on PostgreSQL), the meaning of durability, and which errors may be retried.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ T = TypeVar("T")
 Tell = Callable[[Exception], None]
 
 CHECKPOINT_BYTES = 4 * 1024 * 1024
-"""Bytes (roughly) that a writer adds to SQLite's write-ahead log before it moves them into the database file."""
+"""Approximate bytes that a writer adds to SQLite's write-ahead log (WAL) before it checkpoints them."""
 MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
-"""Size from which a write-ahead log is truncated. A log grows beyond it while a reader keeps SQLite from restarting."""
+"""Size from which a WAL is truncated. It grows beyond this while an active reader keeps SQLite from reusing it."""
 TRUNCATION_SECONDS = 1.0
-"""Interval between two attempts to truncate a write-ahead log, which fail while such a reader is active."""
+"""Interval between two attempts to truncate a WAL, which fail while such a reader is active."""
 _BUSY_MILLISECONDS = 5000
 _BEGIN = {sql: Prepared(text(sql)) for sql in ("BEGIN", "BEGIN IMMEDIATE")}
 
@@ -54,7 +54,7 @@ _BEGIN = {sql: Prepared(text(sql)) for sql in ("BEGIN", "BEGIN IMMEDIATE")}
 class Database:
     """One process's connections to one database. Safe for threads; not usable after a fork.
 
-    Each call waits up to `patience` seconds for trouble to pass: a lost connection, a lock held by another process.
+    Each call retries passing errors for `patience` seconds: a lost connection, a lock that another process holds.
     """
 
     def __init__(self, url: str, *, durability: Durability = "power", read_only: bool = False, patience: float = 20.0):
@@ -79,7 +79,7 @@ class Database:
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
-        """Return an engine whose connections and transactions have the settings of this log."""
+        """Return an engine that opens this SQLite file and configures its connections and transactions."""
         files = self._files
         assert files is not None
         pool = NullPool if self.read_only else QueuePool  # a reader's connection may not be kept: see _connect_to_read
@@ -107,7 +107,7 @@ class Database:
         return engine
 
     def close(self) -> None:
-        """Close every connection. On SQLite the last process to close moves the write-ahead log into the file."""
+        """Close every connection. On SQLite the last process that closes moves the write-ahead log into the file."""
         if os.getpid() != self._pid:
             return  # a forked child must not touch its parent's connections
         with self._thread_lock:
@@ -125,23 +125,23 @@ class Database:
 
     # --- transactions -----------------------------------------------------------------------------------------------
     def read(self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None) -> T:
-        """Run `work` in one reading transaction. Retries passing trouble, reported to `tell`. Raises LogUnavailable."""
+        """Run `work` in a reading transaction. Passing errors go to `tell` and are retried. Raises LogUnavailable."""
         self._check_process()
 
         def attempt() -> T:
             with self.engine.connect() as connection, connection.begin():
                 return work(connection)
 
-        return self._patiently(attempt, self.patience if patience is None else patience, tell=tell)
+        return self._with_retries(attempt, self.patience if patience is None else patience, tell=tell)
 
     def write(
         self, work: Callable[[Connection], T], *, patience: float | None = None, size: int = 4096,
         tell: Tell | None = None,
     ) -> T:
-        """Run `work` in one writing transaction, on SQLite as the only writer of all processes.
+        """Run `work` in a writing transaction. On SQLite this call takes the write lock, on PostgreSQL `work` must.
 
-        On PostgreSQL `work` itself takes its lock. Passing trouble is retried, so `work` must check whether an earlier
-        try was committed. `size`: roughly the number of bytes that `work` writes. Raises LogUnavailable.
+        Passing errors are retried, so `work` must check whether an earlier try was committed. `size`: approximate
+        number of bytes that `work` writes. Raises LogUnavailable.
         """
         self._check_process()
         if self.read_only:
@@ -150,10 +150,10 @@ class Database:
         def attempt() -> T:
             with self._thread_lock, self._file_lock() if self.path else contextlib.nullcontext():
                 try:
-                    result = self._write(work)
+                    result = self._write_once(work)
                 except SidecarGone as e:
                     self._save_sidecars(e)
-                    result = self._write(work)
+                    result = self._write_once(work)
                 if self._files is not None:
                     self._unflushed += size
                     wal_is_long = self._files.wal_bytes > MOST_WAL_BYTES
@@ -162,10 +162,10 @@ class Database:
                         self._checkpoint(truncate=truncate)
                 return result
 
-        return self._patiently(attempt, self.patience if patience is None else patience, size, tell)
+        return self._with_retries(attempt, self.patience if patience is None else patience, size, tell)
 
-    def _write(self, work: Callable[[Connection], T]) -> T:
-        """Try `work` once, in one transaction, during and after which the SQLite file still had its name."""
+    def _write_once(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` once in a transaction. Before and after the commit, check that the SQLite file is at its path."""
         files = self._files
         with self._writing_engine.connect() as connection:
             with connection.begin():
@@ -174,14 +174,15 @@ class Database:
                 result = work(connection)
                 if files is not None:
                     files.require_names()
-            if files is not None:  # if the file lost its name during the commit, the commit must not be acknowledged
+            if files is not None:  # a commit into a file that lost its name must not be acknowledged
                 files.require_names()
         return result
 
     def require_place(self) -> None:
-        """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
+        """Raise LogReplaced unless the open SQLite file is still at its path. Nothing to do on PostgreSQL.
 
-        Costs only some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
+        If only the write-ahead log lost its name, move its content into the file. Costs some calls of `stat`. Raises
+        LogReplaced, LogCorrupt, LogUnavailable.
         """
         if self._files is None or self.read_only:
             return
@@ -189,21 +190,22 @@ class Database:
             self._files.require_names()
         except SidecarGone as e:
             with self._thread_lock, self._file_lock():
-                self._patiently(partial(self._save_sidecars, e), 0.0)
+                self._with_retries(partial(self._save_sidecars, e), 0.0)
 
     @property
     def file(self) -> tuple[int, int] | None:
-        """Device and inode of the SQLite file that is open here; None on PostgreSQL."""
+        """Device and inode of the open SQLite file; None on PostgreSQL."""
         return self._files.file if self._files is not None else None
 
     def is_replaced(self) -> bool:
-        """Return True if another SQLite file now has the name of the opened one."""
+        """Return True if another file is now at the path of the open SQLite file."""
         return self._files is not None and self._files.is_replaced()
 
     def _save_sidecars(self, cause: SidecarGone) -> None:
-        """Move the content of a write-ahead log that lost its name into the file, and reopen all. The lock is held.
+        """Move the content of a write-ahead log that lost its name into the file, then drop all connections.
 
-        Raises LogReplaced while another process reads that log, or if a process wrote into a new one under its name.
+        The caller holds the write lock. Raises LogReplaced while another process reads the old write-ahead log, or if
+        a process wrote into a new one under its name.
         """
         files = self._files
         assert files is not None
@@ -219,12 +221,12 @@ class Database:
         log.warning("%s while the log was in use; its content was moved into the log", cause)
 
     def make(self, fill: Callable[[Database], None]) -> bool:
-        """Make a missing SQLite file under another name, and rename it when `fill` has filled it.
+        """Make a missing SQLite file: create it under another name, call `fill`, and rename it.
 
-        Return False if another process was faster. After LogUnavailable or an error of `fill` no file remains.
+        Return False if another process made the file first. After LogUnavailable or an error of `fill` no file remains.
         """
         assert self.path is not None
-        path = Path(os.path.realpath(self.path))  # if the path is a link, the file that it names
+        path = Path(os.path.realpath(self.path))  # the target, if the path is a link
         temporary_path = path.with_name(f"{path.name}.making")
         temporary_files = [Path(f"{temporary_path}{suffix}") for suffix in ("", "-wal", "-shm", "-journal", ".lock")]
         with self._thread_lock, self._file_lock():
@@ -250,7 +252,7 @@ class Database:
         return True
 
     def prepare(self) -> None:
-        """Set up a SQLite file for writers; nothing to do on PostgreSQL."""
+        """Switch a SQLite file to a write-ahead log, and checkpoint a long one. Nothing to do on PostgreSQL."""
         if self.path is None or self.read_only:
             return
 
@@ -263,21 +265,21 @@ class Database:
                         f"{self.path} can't be used by more than one process: its file system has no shared memory; "
                         "put it on a local disk, or use PostgreSQL"
                     )
-                # Writers killed before their turn to checkpoint leave it to the next one.
+                # Writers that were killed before their checkpoint may have left a long write-ahead log.
                 with contextlib.suppress(OSError):
                     size = os.stat(f"{self.path}-wal").st_size
                     if size > CHECKPOINT_BYTES:
                         self._checkpoint(truncate=size > MOST_WAL_BYTES)
 
-        self._patiently(attempt, min(5.0, self.patience))
+        self._with_retries(attempt, min(5.0, self.patience))
 
     def _checkpoint(self, *, truncate: bool) -> None:
-        """Move SQLite's write-ahead log into the database file; with `truncate` also empty it, if no reader needs it.
+        """Move SQLite's write-ahead log into the database file. With `truncate` also empty it, if no reader uses it.
 
-        The caller holds the write lock. Never waits for readers.
+        The caller holds the write lock. This never waits for readers.
         """
         self._unflushed, self._next_truncation = 0, time.monotonic() + TRUNCATION_SECONDS
-        # The append before it is committed, so an error here is no failure of it. The next append reports a full disk.
+        # The append is already committed, so an error here must not fail it. The next append reports a full disk.
         with (
             contextlib.suppress(DBAPIError),
             self.engine.connect().execution_options(es_begin="") as connection,
@@ -298,10 +300,10 @@ class Database:
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
-        """Hold the write lock of a SQLite log: flock on a file beside it, which ends with its process.
+        """Hold the write lock of a SQLite log: a flock on a file beside it, which ends with its process.
 
-        SQLite's own busy wait is unfair: among four busy writers one had a thousandth of the others' turns. The thread
-        must hold `_thread_lock`, because the lock belongs to the open file.
+        SQLite's own busy wait is unfair: one of four busy writers had a thousandth of the others' turns. The caller
+        must hold `_thread_lock`, because all threads share the lock file's descriptor.
         """
         if self._lock_file < 0:
             self._lock_file = self._open_lock_file()
@@ -322,10 +324,10 @@ class Database:
             raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
 
     def _wait_for_lock(self) -> None:
-        """Wait for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
+        """Wait for the write lock in order of arrival. Raises LogUnavailable after `patience` seconds.
 
-        Only a blocking flock waits in order, and it can't time out. So a thread blocks, and gives the lock back if this
-        call has ended by then.
+        Only a blocking flock waits in order, and it can't time out. So a thread blocks in it, and releases the lock at
+        once if this call has given up by then.
         """
         fd = self._lock_file
         locked, gave_up = threading.Event(), threading.Event()
@@ -345,18 +347,18 @@ class Database:
             if locked.is_set():
                 return
             gave_up.set()
-            self._lock_file = -1  # the file belongs to that thread now
+            self._lock_file = -1  # the thread closes it
             lock_holder = holder(fd)
         raise LogUnavailable(
             f"{self.path}.lock, the write lock of the log, has been held for {self.patience:.0f} s by {lock_holder}: "
             "resume it if it is suspended, or end it", passing=True,
         )
 
-    # --- trouble ----------------------------------------------------------------------------------------------------
-    def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None) -> T:
-        """Repeat `attempt` while it fails with passing trouble, for `patience` seconds; a full pool is not tried again.
+    # --- errors and retries -----------------------------------------------------------------------------------------
+    def _with_retries(self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None) -> T:
+        """Call `attempt`, and retry passing errors for `patience` seconds. A full connection pool is not retried.
 
-        `size`: bytes that it writes, for errors. `tell` gets each error after which it is repeated. Raises LogError.
+        `size`: bytes that `attempt` writes, for messages. `tell` gets each error that is retried. Raises LogError.
         """
         deadline, pause = time.monotonic() + patience, 0.01
         while True:

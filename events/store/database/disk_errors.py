@@ -1,4 +1,4 @@
-"""Error texts for a disk that can't be written: which disk, how much room it has, what to do."""
+"""Texts of errors about a disk that can't be written: which disk, how much room it has, what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_FILE = "this process or machine can open no more files: raise the limit of op
 
 
 def is_out_of_files() -> bool:
-    """Return True if this process can open no file now; a database then reports that its own can't be opened."""
+    """Return True if this process can't open any file now. SQLite then reports only that its file can't be opened."""
     try:
         os.close(os.open("/", os.O_RDONLY))
     except OSError as e:
@@ -24,7 +24,7 @@ def is_out_of_files() -> bool:
 
 
 def refusal(path: Path, needed_bytes: int, e: OSError) -> str:
-    """Return the reason why about `needed_bytes` could not be written, and what to do."""
+    """Explain why a write of about `needed_bytes` to `path` failed with this error, and what to do."""
     if e.errno in _FULL:
         return room(path, needed_bytes)
     if e.errno == errno.EROFS:
@@ -39,7 +39,7 @@ def refusal(path: Path, needed_bytes: int, e: OSError) -> str:
 
 
 def room(path: Path, needed_bytes: int) -> str:
-    """Describe the room on the disk of `path`, after a write of `needed_bytes` failed, and what to do."""
+    """Describe the free space on the disk of `path` after a write of `needed_bytes` failed, and what to do."""
     for folder in (path, *path.parents):
         try:
             usage = shutil.disk_usage(folder)

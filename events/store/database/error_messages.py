@@ -1,4 +1,4 @@
-"""Errors of a database in trouble, for users."""
+"""Errors for users that explain what is wrong with a database and what to do."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trinity_es.events.store.database.urls import scrubbed
 __all__ = ["ErrorMessages"]
 
 _NO_ROOM = ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_TRUNCATE")
-"""Errors of a write by which SQLite reports a full disk, a quota and a limit of file sizes alike."""
+"""Errors with which SQLite reports a full disk, and equally a quota or a limit of file sizes."""
 
 
 class ErrorMessages:
-    """Error messages of one database: `shown` is its URL, `path` its file if it has one."""
+    """Error messages of one database. `shown` is its URL without secrets, `path` the file of a SQLite database."""
 
     def __init__(self, shown: str, path: Path | None, *, read_only: bool, secrets: list[str]) -> None:
         self.shown, self.path, self.read_only, self._secrets = shown, path, read_only, secrets
@@ -27,7 +27,7 @@ class ErrorMessages:
         return scrubbed(text, self._secrets)
 
     def error(self, kind: Trouble, e: DBAPIError, size: int) -> LogError:
-        """Return the error to raise for trouble of this kind. `size`: bytes that the failed call was to write."""
+        """Return the error to raise for a database error of this kind. `size`: bytes that the call wanted to write."""
         problem = self.scrubbed(e.orig)
         if kind == "missing":
             return LogNotFound(f"no database at {self.shown} ({problem}); create it, or correct store.url")
@@ -48,7 +48,7 @@ class ErrorMessages:
         return LogUnavailable(f"{self.shown} can't be used ({problem}){assurance}{self._remedy(e, size)}")
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
-        """Return what the user can do about an error, as the end of its message; empty if that is not known."""
+        """Return advice for the user as the end of a message; empty if there is none."""
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
         if TLS_TROUBLE.search(str(e.orig)):
             return (": sslrootcert in store.url (or PGSSLROOTCERT) has to name the CA that signed the server's "

@@ -1,11 +1,10 @@
-"""Identity of a SQLite log's files: whether its path still leads to the file that this process has open.
+"""Checks that the open files of a SQLite log are still at their paths, by device and inode.
 
-SQLite silently writes on into a file that was renamed, replaced or deleted; such commits are lost with the last process
-that has it open. Only device and inode reveal it. The same holds for the write-ahead log and its index, which every
-connection opens by name.
+SQLite keeps writing into a file that was renamed, replaced or deleted. Such commits are lost when the last process
+closes it. The same holds for the write-ahead log and its index (the sidecars), which each connection opens by name.
 
-While the path leads to another file or none, nothing is written or acknowledged (`LogReplaced`). A new process accepts
-a copy in its place. A running one does not: it would combine the copy with a write-ahead log of another state.
+While another file or none is at the path, nothing is written or acknowledged (`LogReplaced`). A new process accepts a
+copy there. A running process does not, because it would combine the copy with a write-ahead log of another state.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from trinity_es.events.errors import LogCorrupt, LogReplaced
 __all__ = ["OpenedFiles", "SidecarGone"]
 
 _CONNECTION: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "timeout": 5.0, "uri": True}
-"""isolation_level None: the driver begins no transaction of its own."""
+"""With isolation_level None the driver begins no transaction by itself."""
 
 _PAGE_COUNT = slice(28, 32)
-"""Bytes of a database's header that hold its number of pages."""
+"""Bytes of the database file's header that hold the number of pages."""
 FileId = tuple[int, int]
 """Device and inode."""
 
 
 class SidecarGone(Exception):
-    """A sidecar (the write-ahead log or its index) lost its name. The log kept its own, so the content can be saved."""
+    """The write-ahead log or its index is no longer at its path. The log itself is, so the content can be saved."""
 
 
 class OpenedFiles:
-    """Files of one SQLite log as one process opened them. The caller keeps threads apart."""
+    """Files of one SQLite log that a process has open. Not safe for threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: FileId | None = None
-        """Identity of the log's file; None before it was opened."""
+        """Identity of the log's file; None before it is opened."""
         self._read_only = False
         self._size = 0  # of the file at the last check
-        self._real = str(path)  # without links, once it was opened
+        self._real = str(path)  # resolved when the file is opened
         self._sidecars: dict[str, tuple[FileId, int]] = {}
         """Identity and last known size of the write-ahead log and its index, by name."""
 
     def connect(self, *, read_only: bool) -> sqlite3.Connection:
-        """Open the file; the first call creates it if it is missing. Raises LogReplaced, sqlite3.Error."""
+        """Open a connection. The first call creates a missing file. Raises LogReplaced, sqlite3.Error."""
         try:
             self._read_only = read_only
             if self.file is not None:
                 self._note_file()
             if read_only:
                 connection = _connect_to_read(self.path)
-            else:  # a file that was deleted meanwhile is not recreated, empty
+            else:  # later calls don't recreate a deleted file
                 mode = "rwc" if self.file is None else "rw"
                 connection = sqlite3.connect(f"{self.path.as_uri()}?mode={mode}", **_CONNECTION)
             try:
@@ -67,7 +66,7 @@ class OpenedFiles:
         return connection
 
     def _note_file(self) -> None:
-        """Remember the file that a connection is about to open, or just opened. Raises LogReplaced."""
+        """At the first call, remember the log's file. Later, check the identity of all files. Raises LogReplaced."""
         status = self._stat()
         if self.file is None:
             self.file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)
@@ -82,10 +81,9 @@ class OpenedFiles:
         return self._sidecars.get(f"{self._real}-wal", ((0, 0), 0))[1]
 
     def require_names(self) -> None:
-        """Require that the files of the log still have their names. Raises LogReplaced, LogCorrupt, SidecarGone.
+        """Check that the log's files are still at their paths. Raises LogReplaced, LogCorrupt, SidecarGone.
 
-        Call this in a writing transaction before the commit, and again after the commit. Costs only some calls of
-        `stat`.
+        Call this in a writing transaction before the commit, and again after the commit. It costs some calls of `stat`.
         """
         status = self._stat()
         if _file_id(status) != self.file:
@@ -108,18 +106,18 @@ class OpenedFiles:
                 self._sidecars[name] = _file_id(sidecar), sidecar.st_size
 
     def is_replaced(self) -> bool:
-        """Return True if the path now leads to another file; False also if it leads to none."""
+        """Return True if another file is now at the log's path, False if it is the same file or none."""
         try:
             return self.file is not None and _file_id(os.stat(self.path)) != self.file
         except OSError:
             return False
 
     def forget_sidecars(self) -> None:
-        """Accept any sidecars from now on, since every connection was closed."""
+        """Forget the sidecars' identities, when all connections are closed. New ones are then accepted."""
         self._sidecars.clear()
 
     def new_wal_is_empty(self) -> bool:
-        """Return True if no process wrote into a write-ahead log that replaced ours."""
+        """Return True unless another write-ahead log is at ours' path and a process wrote into it."""
         try:
             status = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
@@ -128,7 +126,7 @@ class OpenedFiles:
         return status.st_size == 0 or (own_wal is not None and own_wal[0] == _file_id(status))
 
     def gone_error(self, cause: SidecarGone) -> LogReplaced:
-        """Return the error to raise while the content of a write-ahead log that lost its name is not saved yet."""
+        """Return the error to raise until the content of a write-ahead log that lost its name is saved."""
         return LogReplaced(
             f"{cause} while the log was in use; nothing was acknowledged. This process still has its content, and "
             "moves it into the log as soon as no other process reads the log: do not end this process before",
@@ -136,7 +134,7 @@ class OpenedFiles:
         )
 
     def _check_sidecar(self, name: str) -> None:
-        """Require that a sidecar is the same file, uncut, and note its size. Raises SidecarGone, LogCorrupt."""
+        """Check that a sidecar is the same file and not cut, and note its size. Raises SidecarGone, LogCorrupt."""
         file, size = self._sidecars[name]
         try:
             status = os.stat(name)
@@ -152,7 +150,7 @@ class OpenedFiles:
         self._sidecars[name] = file, status.st_size
 
     def _stat(self) -> os.stat_result:
-        """Return the status of the log's file. Raises LogReplaced if no file has its name."""
+        """Return the status of the file at the log's path. Raises LogReplaced if there is none."""
         try:
             return os.stat(self.path)
         except OSError as e:
@@ -175,7 +173,7 @@ class OpenedFiles:
         )
 
     def _is_cut(self, size: int) -> bool:
-        """Return True if the file is shorter than its header says, and did not only shrink by VACUUM."""
+        """Return True if a file of this size is shorter than its header says. After VACUUM it is not."""
         try:
             with open(self.path, "rb") as file:
                 head = file.read(100)
@@ -185,7 +183,7 @@ class OpenedFiles:
         return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * page_bytes > size
 
     def _is_wal_cut(self, size: int) -> bool:
-        """Return True if the write-ahead log is shorter than its index says, and was not only restarted."""
+        """Return True if a write-ahead log of this size is shorter than its index says. After a restart it is not."""
         with open(self.path, "rb") as file:
             page_bytes = _page_bytes(file.read(18))
         used_frames = max(frames_in_use(Path(self._real)).values(), default=0)
@@ -193,7 +191,7 @@ class OpenedFiles:
 
 
 def _page_bytes(head: bytes) -> int:
-    """Return the page size in a database's header, in which 1 stands for 65,536."""
+    """Return the page size from a database file's header, in which 1 stands for 65,536."""
     stored = int.from_bytes(head[16:18], "big")
     return 65536 if stored == 1 else stored
 
@@ -203,11 +201,11 @@ def _file_id(status: os.stat_result) -> FileId:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a read-only connection, also if this user can't write to the log's folder.
+    """Open a read-only connection, even if this user can't write to the log's folder.
 
-    SQLite reads a write-ahead log through a shared-memory file, and makes a missing one. In a folder that this user
-    can't write to, without an active writer, it can only open the log as one that never changes ("immutable"). The
-    log is unchanged for a moment only, so don't keep such a connection.
+    SQLite reads a write-ahead log through a shared-memory file, and creates a missing one. If this user can't write to
+    the folder and no writer is active, it can only open the log as "immutable". The log may change at any time, so
+    don't keep such a connection.
     """
     connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", **_CONNECTION)
     try:
@@ -229,10 +227,10 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def frames_in_use(path: Path) -> dict[bytes, int]:
-    """Return the number of frames in SQLite's index of the write-ahead log, by the log's salts.
+    """Return {salts of the write-ahead log: number of committed frames}, read from SQLite's index of that log.
 
-    {} if the index is unusable, as before the first commit. Frames beyond this number were never committed, even if a
-    commit record is there: a killed writer did not count them, and a shorter log was written over their beginning.
+    Return {} if the index is unusable, as before the first commit. Frames beyond this number were never committed, even
+    if a commit record follows: a killed writer did not count them, or they are left from an earlier, longer log.
     """
     # The index begins with two copies of a header of 48 bytes: 8 to 11 count its changes, 12 is 1 once it is valid,
     # 16 to 19 count the frames, 32 to 39 are the salts.

@@ -1,7 +1,7 @@
-"""The leader lock: an advisory lock of a store in PostgreSQL, held while a coordinator lives.
+"""The leader lock: an advisory lock in a PostgreSQL store that is held while a coordinator lives.
 
-The lease says which writer counts, but other hosts can't see from it whether its holder is alive. The server releases
-this lock a few seconds after the holder's host is gone (keepalives), so a standby head compares no clocks.
+The lease decides which writer may append, but does not show other hosts whether its holder is alive. The server
+releases this lock a few seconds after the holder's host is gone (keepalives), so a standby head compares no clocks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trinity_es.events.store.database.retry import Backoff
 __all__ = ["LeaderLock", "is_led", "wait_until_led_by_nobody"]
 
 _KEY = 0x7472696E6573
-"""Number of the lock. Advisory locks belong to one database, as a log does."""
+"""Key of the advisory lock. Such locks belong to one database, as a log does."""
 LOOK_SECONDS = 1.0
-"""Interval at which the holder checks its connection, and waiting processes the lock."""
+"""Interval at which the holder checks its connection, and a waiting process tries the lock."""
 _log = logging.getLogger(__name__)
 
 
 class LeaderLock:
-    """Thread that takes the lock of a store, keeps it, and takes it again after a lost connection."""
+    """Background thread that takes the leader lock, keeps it, and takes it again after a lost connection."""
 
     def __init__(self, url: str) -> None:
         self._url, self._stopped = url, threading.Event()
@@ -38,7 +38,7 @@ class LeaderLock:
         self._stopped.set()
 
     def _run(self) -> None:
-        """Keep the lock until `stop`, each time over a new connection after one was lost."""
+        """Keep the lock until `stop`. After a lost connection, open another one and take the lock again."""
         pauses = Backoff(0.2, 5.0)
         while not self._stopped.is_set():
             database = Database(self._url, patience=0.0)
@@ -57,7 +57,7 @@ class LeaderLock:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
         while not self._stopped.is_set() and not _try_lock(connection):
-            self._stopped.wait(LOOK_SECONDS)  # to the server a predecessor's connection is still open
+            self._stopped.wait(LOOK_SECONDS)  # the server may still think that a predecessor's connection is open
         pauses.reset()
         while not self._stopped.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
@@ -76,9 +76,9 @@ def is_led(url: str) -> bool:
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:
-    """Wait until the lock was free for `seconds`, the time in which a coordinator may restart.
+    """Wait until the lock has been free for `seconds`, so that a restarting coordinator can take it again.
 
-    A database that can't be read counts as led.
+    While the database can't be read, the lock counts as held.
     """
     free_since: float | None = None
     while True:

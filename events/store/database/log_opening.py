@@ -1,4 +1,4 @@
-"""Opening of a log: check that it exists and that this software knows its schema, or make one."""
+"""Opening of a log: checks that it exists and that this software knows its schema, or makes one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["open_schema"]
 
 
 def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None] | None) -> None:
-    """Make sure that the log exists; make a missing one with `create`.
+    """Check that the log exists and is readable by this software, or make a missing one with `create`.
 
-    `prepare` makes and updates the other tables. For a new log this is the same transaction, and a SQLite file gets its
-    name when it is complete, so readers never see a part of it. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt,
-    LogUnavailable, and ConfigError for a database that is not in UTF-8.
+    `prepare` makes and updates the tables of read models, for a new log in the same transaction. A new SQLite file is
+    filled under another name and then renamed, so readers never see a part of it. Raises LogNotFound, NotALog,
+    LogTooNew, LogCorrupt, LogUnavailable, and ConfigError for a database that is not in UTF-8.
     """
     path = db.path
     if path is not None:
@@ -37,7 +37,7 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
     is_new = False
     if path is not None and create and not path.exists():
         is_new = db.make(lambda new: new.write(lambda c: _create(c, new, prepare), patience=patience))
-    exists = db.read(lambda c: _exists(c, db, create), patience=patience)
+    exists = db.read(lambda c: _holds_log(c, db, create), patience=patience)
     db.prepare()
     if not exists:
         db.write(lambda c: _create(c, db, prepare), patience=patience)
@@ -45,8 +45,11 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
         db.write(prepare, patience=patience)
 
 
-def _exists(connection: Connection, db: Database, create: bool) -> bool:
-    """Return True if the database holds a log. Raises for other content, or a log newer than this software."""
+def _holds_log(connection: Connection, db: Database, create: bool) -> bool:
+    """Return True if the database holds a log, False if one can be made there.
+
+    Raises NotALog for a SQLite file with other content, LogTooNew, LogCorrupt, and LogNotFound without `create`.
+    """
     names = inspect(connection).get_table_names()
     if schema.heads.name in names:
         revs = connection.execute(select(schema.heads.c.schema_rev)).scalars().all()
@@ -73,7 +76,7 @@ def _exists(connection: Connection, db: Database, create: bool) -> bool:
 
 
 def _create(connection: Connection, db: Database, prepare: Callable[[Connection], None] | None) -> None:
-    """Create the log's tables, unless another process just did, and `prepare` the others."""
+    """Create the log's tables, unless another process just did, and call `prepare` for those of read models."""
     if db.dialect == "postgresql":  # IF NOT EXISTS alone collides when two processes create at once
         connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
     if schema.heads.name not in inspect(connection).get_table_names():

@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL for a log: real sessions, in an encoding that holds every text."""
+"""Connections to PostgreSQL: with a server process of their own, in UTF-8, with timeouts and keepalives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POSTGRES_ARGS = {
     "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
     "tcp_user_timeout": 20000,
 }
-"""With these options a client notices in some 20 s, not 15 minutes, that its server or the network is gone."""
+"""Options with which a client notices in some 20 s, not 15 minutes, that its server or the network is gone."""
 _LIMITS = (
     "lock_timeout = '5s'", "statement_timeout = '60s'", "idle_in_transaction_session_timeout = '30s'",
     "client_min_messages = warning",
@@ -26,12 +26,12 @@ _KEEPALIVE = (
     "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
     "SET tcp_user_timeout = '10s'"
 )
-"""With these settings the server notices in some 10 s that a client is gone. Without them a client that vanishes in the
-middle of a message keeps its locks, the lease's too, for two hours, because no timeout of a statement runs then."""
+"""Settings with which the server notices in some 10 s that a client is gone. Without them a client that vanishes in the
+middle of a message keeps its locks for two hours, because no statement timeout runs then."""
 
 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
-    """Require that a database's encoding is UTF-8, or with `refused` that it is none of these. Raises ConfigError."""
+    """Raise ConfigError if the database's encoding is not UTF-8 or, if `refused` is given, if it is one of these."""
     encoding = connection.info.parameter_status("server_encoding")
     is_refused = encoding in refused if refused else encoding != "UTF8"
     if is_refused:
@@ -40,14 +40,14 @@ def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()
 
 
 _session_urls: set[URL] = set()
-"""URLs whose connections keep their server process."""
+"""URLs whose connections are known to keep their server process."""
 
 
 def _require_own_session(shown: str, connection: Any, connect_again: Callable[[], Any]) -> None:
-    """Require that a connection keeps its server process, which holds its settings and locks. Raises ConfigError.
+    """Raise ConfigError if a pooler may give each transaction of this connection another server process.
 
-    A pooler gives each transaction another process. `connection` commits each statement; `connect_again` opens a second
-    connection, whose transaction occupies a server process meanwhile.
+    The server process holds the session's settings and locks. `connection` is in autocommit mode. `connect_again` opens
+    a second connection, whose transaction occupies one server process meanwhile.
     """
     def server_process(session: Any) -> int:
         return int(session.execute("SELECT pg_backend_pid()").fetchone()[0])
@@ -67,7 +67,7 @@ def _require_own_session(shown: str, connection: Any, connect_again: Callable[[]
 
 
 def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
-    """Return an engine whose connections notice a vanished server. Raises ConfigError, also when connecting."""
+    """Return an engine for a log's database. Raises ConfigError, also later when a connection is opened."""
     defaults: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
     if read_only:
         defaults["prepare_threshold"] = None  # a prepared statement would outlive its transaction in a pooler

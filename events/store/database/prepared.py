@@ -1,7 +1,7 @@
-"""Statements compiled once per database and then passed straight to its driver.
+"""SQL statements that are compiled once per dialect and then passed straight to the driver.
 
-SQLAlchemy takes some 30 us to run a statement that it knows, and 100 for one built each time; sqlite3 itself takes 5.
-An append runs ten. Errors are those of SQLAlchemy.
+SQLAlchemy takes some 30 us to run a prebuilt statement, and 100 us for one built each time; sqlite3 itself takes 5 us.
+An append runs ten statements. Errors are those of SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy.sql import ClauseElement
 __all__ = ["Gathered", "Insertion", "Prepared"]
 
 Values = Mapping[str, Any]
-"""Parameter -> value: booleans, numbers, text, bytes or None, passed on without conversion."""
+"""Parameter -> value: a bool, number, text, bytes or None, which the driver gets without conversion."""
 
 
 class Prepared:
@@ -35,7 +35,7 @@ class Prepared:
         return self._run(connection, "execute", values).fetchone()  # type: ignore[no-any-return]  # the driver's own
 
     def change(self, connection: Connection, values: Values) -> int:
-        """Run a changing statement, and return the number of changed rows."""
+        """Run an INSERT, UPDATE or DELETE, and return the number of affected rows."""
         return int(self._run(connection, "execute", values).rowcount)
 
     def change_all(self, connection: Connection, rows: Sequence[Values]) -> None:
@@ -45,7 +45,7 @@ class Prepared:
             self._run(connection, "executemany", rows)
 
     def _run(self, connection: Connection, method: str, values: Any) -> Any:
-        """Run the compiled statement by the driver's `method`, execute or executemany, and return its cursor."""
+        """Run the compiled statement with the driver's `execute` or `executemany`, and return the cursor."""
         sql, constants = self._compiled.get(connection.dialect.name) or self._compile(connection)
         if constants:
             values = constants | values if method == "execute" else [constants | row for row in values]
@@ -54,11 +54,11 @@ class Prepared:
             cursor = driver.cursor()
             getattr(cursor, method)(sql, values)
         except connection.dialect.loaded_dbapi.Error as e:
-            _raise(connection, sql, e)
+            _raise_sqlalchemy_error(connection, sql, e)
         return cursor
 
     def _compile(self, connection: Connection) -> tuple[str, dict[str, Any]]:
-        """Return the SQL for this dialect and its fixed parameters, and remember them."""
+        """Compile the statement for this connection's dialect, and return and cache its SQL and fixed parameters."""
         dialect = connection.dialect
         # Named parameters on both: sqlite3 knows `:name` too.
         named_dialect = type(dialect)(paramstyle="named") if dialect.name == "sqlite" else type(dialect)()  # type: ignore[call-arg]
@@ -69,13 +69,13 @@ class Prepared:
 
 
 _SEVERAL = 16
-"""Rows of one INSERT of SQLite, which takes three quarters of the time of as many INSERTs."""
+"""Number of rows in one INSERT on SQLite, which takes three quarters of the time of single INSERTs."""
 
 
 class Insertion:
     """Insertion of whole rows into a table, on PostgreSQL by COPY.
 
-    COPY takes a fifth of the time of `executemany` for a row among 1,024, a third among 64, and no more for one alone.
+    COPY takes a fifth of the time of `executemany` for 1,024 rows, a third for 64, and no longer for a single row.
     """
 
     def __init__(self, table: Table) -> None:
@@ -88,7 +88,7 @@ class Insertion:
         self._types: list[str] = []
 
     def insert(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert these rows, each with a value for each column, in order. Raises DBAPIError."""
+        """Insert these rows, which have a value for each column in order. Raises DBAPIError."""
         driver: Any = connection.connection.dbapi_connection
         is_sqlite = connection.dialect.name == "sqlite"
         try:
@@ -103,39 +103,39 @@ class Insertion:
                 for row in rows:
                     copy.write_row(row)
         except connection.dialect.loaded_dbapi.Error as e:
-            _raise(connection, self._insert if is_sqlite else self._copy, e)
+            _raise_sqlalchemy_error(connection, self._insert if is_sqlite else self._copy, e)
 
     def _compile_types(self, connection: Connection) -> list[str]:
-        """Return the columns' types in PostgreSQL, and remember them."""
+        """Return and cache the PostgreSQL types of the columns."""
         self._types = [column.type.compile(connection.dialect).lower() for column in self._table.columns]
         return self._types
 
 
 class Gathered:
-    """Rows for tables, kept until `write`, which runs one statement per table instead of one per row."""
+    """Buffer of rows to write. `write` runs each statement once for all its rows instead of once per row."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._rows: dict[Prepared, list[Values]] = {}
 
     def add(self, statement: Prepared, *rows: Values) -> None:
-        """Keep these rows for this statement. `write` keeps the order of a statement's rows, not that of statements."""
+        """Buffer these rows for a statement. `write` keeps the order of a statement's rows, not that of statements."""
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
-        """Return the rows kept for this statement and not written yet."""
+        """Return the buffered rows of this statement."""
         return self._rows.get(statement, ())
 
     def write(self) -> Connection:
-        """Write all rows, and return the connection, through which they are now visible. Raises DBAPIError."""
+        """Write and clear all buffered rows. Return the connection, through which they are now visible."""
         all_rows, self._rows = self._rows, {}
         for statement, rows in all_rows.items():
             statement.change_all(self.connection, rows)
         return self.connection
 
 
-def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:
-    """Raise the error that SQLAlchemy would raise, and invalidate a lost connection as it does."""
+def _raise_sqlalchemy_error(connection: Connection, sql: str, error: Exception) -> NoReturn:
+    """Raise the driver's error as SQLAlchemy would, after invalidating a lost connection."""
     dialect = connection.dialect
     is_lost = dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]  # typed for its own
     if is_lost:

@@ -1,8 +1,8 @@
-"""Passing trouble: which errors of a database pass, and how to wait them out.
+"""Classification of database errors, and retries of those that pass by themselves.
 
-A passing error may not happen again in the same call: a lost connection, a server that ends, starts or is full, a lock
-or file held by another process, a deadlock. Other errors, a full disk too, are raised at once. Only calls that are safe
-to repeat may be waited out: appends are, by their commit id, and payloads, by their digest.
+Passing errors are a lost connection, a server that ends, starts or has no free connection, a lock or file that another
+process holds, and a deadlock. Other errors, such as a full disk, are raised at once. Retry only calls that are safe to
+repeat: appends are, because of their commit id, and payloads, because of their digest.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
 T = TypeVar("T")
 
 _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
-"""Lock not available, statement cancelled, too many connections, a transaction that idled or lasted too long."""
+"""SQL states: lock not available, statement cancelled, too many connections, transaction idle or open for too long."""
 
 TLS_TROUBLE = re.compile(
     r"certificate verify failed|certificate for .* does not match|root certificate file|server does not support SSL"
 )
-"""Messages of libpq about a server whose certificate it rejects, or that has none; time does not mend it."""
+"""Messages of libpq about a server that has no valid certificate. A retry does not help."""
 NO_ROOM = re.compile(r"too many connections|too many clients|remaining connection slots|no more connections allowed")
 """Messages of a server or a pooler without a free connection."""
 POOLED = re.compile(r"in statement pooling mode")
-"""Message of PgBouncer if it allows no transactions."""
+"""Message of PgBouncer in the mode that allows no transactions."""
 REFUSED = re.compile(
     r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf"
     r"|permission denied for database|is not permitted to log in|no such user"
@@ -48,14 +48,14 @@ REFUSED = re.compile(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if a retry of what raised this error may succeed. Knows our errors, SQLAlchemy's and the drivers'."""
+    """Return True if this error may pass, so that a retry may succeed. Knows our errors, SQLAlchemy's and drivers'."""
     if isinstance(error, LogUnavailable):
         return bool(error.details.get("passing"))
     return isinstance(error, PoolTimeout) or classify(error) == "passing"
 
 
 def classify(error: BaseException | None) -> Trouble | None:
-    """Return the kind of an error of SQLAlchemy or of a driver; None for a bug of ours or of a projector."""
+    """Return the kind of an error of SQLAlchemy or a driver; None if it is a bug of ours or of a projector."""
     if isinstance(error, DBAPIError):
         error = error.orig
     if isinstance(error, sqlite3.Error):
@@ -97,14 +97,14 @@ def _classify_sqlite(error: sqlite3.Error) -> Trouble | None:
 
 
 class Backoff:
-    """Pauses that double from `first` to `longest` seconds."""
+    """Sequence of pauses that double from `first` up to `longest` seconds."""
 
     def __init__(self, first: float = 0.05, longest: float = 2.0) -> None:
         self._first, self._longest = first, longest
         self._pause = first
 
     def next(self, chance: float) -> float:
-        """Return the next pause, up to half shorter by `chance` (uniform in [0, 1)) so that many don't coincide."""
+        """Return the next pause, shortened by up to half. `chance` is a random number in [0, 1), against collisions."""
         pause, self._pause = self._pause, min(self._pause * 2, self._longest)
         return pause * (1.0 - chance / 2)
 
@@ -113,7 +113,7 @@ class Backoff:
 
 
 def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
-    """Return a function that calls `tell` only if the error differs from the last one."""
+    """Return a function that passes an error to `tell` only if its text differs from the last error's."""
     last_text = ""
 
     def tell_news(error: Exception) -> None:
@@ -126,7 +126,7 @@ def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
 
 
 def _sleep(pause: float) -> bool:
-    """Sleep, and return False, so that `patiently` tries again."""
+    """Sleep, then return False, which tells `patiently` to go on."""
     time.sleep(pause)
     return False
 
@@ -136,9 +136,9 @@ def patiently(
     now: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random,
     tell: Callable[[Exception], None] = lambda error: None,
 ) -> T:
-    """Run `work()`, and repeat it for about `seconds` while it fails with passing trouble. Then raise its error.
+    """Run `work()` and return its result. Retry passing errors for about `seconds`, then raise the last one.
 
-    `wait` pauses, and returns True to give up now. `tell` gets each error after which `work` is repeated.
+    `wait(pause)` pauses between tries, and returns True to give up. `tell` gets each error that is retried.
     """
     pauses, deadline = Backoff(), None
     while True:
@@ -156,9 +156,9 @@ def patiently(
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run `work()` in a thread and return its result. Raises its error, or LogUnavailable after `seconds`.
+    """Run `work()` in a thread, and return its result or raise its error. Raises LogUnavailable after `seconds`.
 
-    After that the thread is abandoned, because a call to a frozen server never returns.
+    The thread is then abandoned, because a call to a frozen server never returns.
     """
     outcomes: list[tuple[T | None, BaseException | None]] = []
 
@@ -172,7 +172,8 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     thread.start()
     thread.join(seconds)
     if not outcomes:
-        raise LogUnavailable(f"the database does not answer: nothing came in {seconds:.0f} s", passing=True)
+        raise LogUnavailable(f"the database did not answer within {seconds:.0f} s: check that its server runs",
+                             passing=True)
     value, error = outcomes[0]
     if error is not None:
         raise error

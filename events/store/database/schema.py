@@ -1,6 +1,6 @@
-"""Tables of the log, the triggers that keep events from changing, and the hash that proves that they did not.
+"""Tables of the log, the triggers that refuse changes of events, and the hash chain that reveals them.
 
-The log assigns positions itself: a sequence of the database leaves gaps and commits out of order.
+The log assigns positions itself, because a database sequence leaves gaps and its values commit out of order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = [
 ]
 
 SCHEMA_REV = 2
-"""Newest revision of these tables. A log with a higher one is refused."""
+"""Newest schema revision that this software knows. It refuses a log with a higher one."""
 FIRST_REV = 1
-"""Revision of a log that records no place of its payloads, so that the first release can open it."""
+"""Schema revision of a log without a row in `payload_place`. The first release can open such a log."""
 
 tables = sa.MetaData()
-"""Tables that every log has. `payload_place`, `payloads` and `journals` are made when they are needed."""
+"""Tables that every log has. `payload_place`, `payloads` and `journals` are created when they are needed."""
 
 # On SQLite a plain INTEGER PRIMARY KEY is the row's own key: no second index.
 _Position = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -59,15 +59,15 @@ events = sa.Table(
     sa.CheckConstraint("version >= 1"),
 )
 POSITION_IN_STREAM = events.c.position + sa.literal_column("0")
-"""Position, in a form that lets only the stream's index serve queries of one stream between positions. With the bare
-column PostgreSQL may also read the index of all positions, which grows with the log."""
+"""Position plus 0, for queries of one stream between positions. With the bare column PostgreSQL may choose the index of
+all positions, which grows with the log, instead of the stream's."""
 
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
-"""Frequent event types, by name: nine of ten events of a run with batches of some size."""
+"""Names of the frequent event types. Nine of ten events of a run with large batches are of these."""
 
 IS_RARE = sa.text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
-"""Condition in the index and in each query, as a literal: otherwise a database does not see that the query fits a
-partial index."""
+"""Condition of the partial index and of its queries. It has literals, because with parameters a database does not see
+that a query matches the index."""
 
 
 @listens_for(events, "after_create")
@@ -139,28 +139,28 @@ def body_hash(
     *, stream: str, version: int, type: str, schema_version: int, data: bytes, metadata: bytes, commit_id: str,
     commit_index: int,
 ) -> bytes:
-    """Compute SHA-256 over the parts of an event that are fixed before its place in the log."""
-    # Each part has its length in front, so that no byte can move from one field to the next.
+    """Return the SHA-256 over the parts of an event that do not depend on its position and time."""
+    # Each part has its length in front, so that a byte can't move from one field to the next unnoticed.
     fixed = _BODY.pack(version, schema_version, commit_index)
-    joined = b"".join((fixed, _text(stream), _text(type), _text(commit_id), _LENGTH.pack(len(data)), data,
-                       _LENGTH.pack(len(metadata)), metadata))
+    joined = b"".join((fixed, _with_length(stream), _with_length(type), _with_length(commit_id),
+                       _LENGTH.pack(len(data)), data, _LENGTH.pack(len(metadata)), metadata))
     return hashlib.sha256(joined).digest()
 
 
 @lru_cache(256)  # events of a stream, a type and a commit follow each other
-def _text(text: str) -> bytes:
-    """Return a text as bytes, with their number in front."""
+def _with_length(text: str) -> bytes:
+    """Return a text as UTF-8, with its length in front."""
     encoded = text.encode()
     return _LENGTH.pack(len(encoded)) + encoded
 
 
 def chain_hash(previous: bytes, position: int, recorded_at: float, body: bytes) -> bytes:
-    """Compute the event's hash: SHA-256 over the event and the hash of the event before it."""
+    """Return the hash of an event: SHA-256 over the previous event's hash, its position, its time and its body hash."""
     return hashlib.sha256(previous + _LINK.pack(position, recorded_at) + body).digest()
 
 
 REFUSAL = " BEGIN RAISE EXCEPTION 'events never change: % refused', lower(TG_OP); END "
-"""Body of the function with which PostgreSQL refuses to change an event."""
+"""Body of the trigger function with which PostgreSQL refuses to change an event."""
 
 _TRIGGERS = {
     "sqlite": [
@@ -189,7 +189,7 @@ def create_triggers(connection: sa.Connection) -> None:
 
 
 def drop_triggers(connection: sa.Connection) -> None:
-    """Remove the triggers: for an operator's repair, and for tests that change events."""
+    """Remove the triggers, for an operator's repair and for tests that change events."""
     if connection.dialect.name == "sqlite":
         for name in ("es_event_no_update", "es_event_no_delete", "es_event_no_replace"):
             connection.execute(sa.text(f"DROP TRIGGER IF EXISTS {name}"))

@@ -1,4 +1,4 @@
-"""Statements of appends and of page reads, built once, and the lock that an append begins with."""
+"""Prebuilt statements of appends and of page reads, and the lock with which an append begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 PAGE = 1000
-"""Maximum number of events in one fetch."""
+"""Number of events that one query reads."""
 
 _E = schema.events.c
 
@@ -38,7 +38,7 @@ MOVE_HEAD = Prepared(update(schema.heads).values(
 _LOCK_HEAD = {
     # SQLite's clock is this machine's.
     "sqlite": Prepared(select(schema.heads, bindparam("now", type_=SqlDouble))),
-    # The database's clock, so that hosts need not agree; clock_timestamp moves on while waiting for the row.
+    # The database's clock, so that hosts' clocks may differ. clock_timestamp is read after the wait for the row.
     "postgresql": Prepared(select(
         schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble)
     ).with_for_update()),
@@ -47,12 +47,12 @@ COMMIT_AND_EPOCH = Prepared(select(
     select(_E.position).where(_E.commit_id == bindparam("commit"), _E.commit_index == 0).scalar_subquery(),
     select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("lease")).scalar_subquery(),
 ))
-"""Position of this commit's first event, and epoch of this lease; null if there is none."""
+"""Query for the position of a commit's first event and the epoch of a lease, each null if it does not exist."""
 
 
 @lru_cache(64)
 def page_of(in_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
-    """Return the query for a page of events, of one stream or all, and of these types or all."""
+    """Return the query for a page of events of one stream or all streams, of these types or all types."""
     position = schema.POSITION_IN_STREAM if in_stream else _E.position
     query = select(schema.events).where(position > bindparam("after"), position <= bindparam("until"))
     if in_stream:  # versions and positions rise together; with the version the index starts at this page
@@ -65,7 +65,7 @@ def page_of(in_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
 
 
 LAST = 2**62
-"""A position beyond any event's."""
+"""Position beyond every event."""
 NEXT_PAGE, STREAM_PAGE = page_of(False), page_of(True)
 _VERSION = Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream"))
 _VERSIONS = Prepared(text("SELECT stream, version FROM es_stream WHERE stream = ANY(:streams)"))
@@ -85,10 +85,9 @@ class LockedHead(NamedTuple):
 
 
 def lock_head(connection: Connection, db: Database) -> LockedHead:
-    """Return the head row. On PostgreSQL this locks the row until the commit, so that one writer appends at a time.
+    """Lock and return the head row. On PostgreSQL the lock lasts until the commit; on SQLite the caller holds one.
 
-    The lock is a statement of its own, so that later statements see all commits before it. Raises LogCorrupt,
-    LogTooNew.
+    The lock is a statement of its own, so later statements see all commits before it. Raises LogCorrupt, LogTooNew.
     """
     row = _LOCK_HEAD[db.dialect].first(connection, {"now": time.time()})
     if row is None:
@@ -107,7 +106,7 @@ def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
 
 
 def set_versions(connection: Connection, versions: Mapping[str, int]) -> None:
-    """Set the version of each of these streams, whether it exists or not."""
+    """Set the version of each of these streams, inserting new ones."""
     if connection.dialect.name == "sqlite":
         _SET_VERSION.change_all(connection, [{"stream": stream, "version": v} for stream, v in versions.items()])
     else:

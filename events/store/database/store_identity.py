@@ -1,7 +1,7 @@
-"""Identity of a store, which tells it from its copies.
+"""Identity of a store (a log's file or database), which tells the store from its copies.
 
-A log names the processes that work on it, and so does its copy. They count only in the store that they were written
-for: the same file or database, even if moved, or the same place, for a backup that is restored there.
+A log names the processes that work on it, and so does a copy of it. They count only in the original store: the same
+file or database, even if it was moved, or a backup restored at the same path or address.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _DATABASE = text(
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Store as one process sees it."""
+    """Identity of a store, as one process sees it."""
 
     place: str
     """Host, and path of the file or address of the database."""
     key: tuple[Any, ...]
-    """SQLite: device and inode of the file. PostgreSQL: identifier of the server's data, oid of the database, port and
-    folder of the server; None for a part that this user may not read."""
+    """SQLite: device and inode of the file. PostgreSQL: system identifier, oid of the database, port and data folder of
+    the server; None for a part that this user may not read."""
 
     def is_same(self, other: StoreIdentity) -> bool:
         """Return True if both are the same file or database, or have the same place."""

@@ -1,4 +1,4 @@
-"""URLs of stores: parsing, display without secrets, and the stable place that a URL stands for."""
+"""URLs of stores: parsing, display without secrets, and the store's address without user and options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["file_of", "file_url", "masked", "parse_url", "place_of", "scrubbed",
 _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
 
 _PLAIN_KEYS = frozenset({"host", "hostaddr", "port", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
-"""Keys of a URL's query whose values are no secrets: file names, which errors must show."""
+"""Keys of a URL's query whose values are no secrets. Errors may have to show these, file names for example."""
 
 
 def parse_url(url: str) -> URL:
-    """Return the database URL of a path, of `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
+    """Parse a path, `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL into a URL.
 
-    In a file's URL %, ? and # are escaped, as by `file_url`; in a path they are not. Raises ConfigError for any other
-    database, for SQLite in memory or with options, and for other text.
+    In `sqlite:///path` the letters %, ? and # are escaped, as by `file_url`; in a plain path they are not. Raises
+    ConfigError for another database, for SQLite in memory or with options, and for other text.
     """
     if "://" not in url:
         if not url or url == ":memory:":
@@ -62,7 +62,7 @@ def file_of(url: str) -> Path | None:
 
 
 def place_of(url: URL | str) -> str:
-    """Return a stable name of the store: the file's path without links, or the database's address without the user."""
+    """Return a store's address: the file's path without links, or host, port and name of the database."""
     url = parse_url(url) if isinstance(url, str) else url
     if url.get_backend_name() == "sqlite":
         return os.path.realpath(url.database or "")
@@ -70,7 +70,7 @@ def place_of(url: URL | str) -> str:
 
 
 def masked(url: URL | str) -> str:
-    """Return the URL for display, without passwords, also in its query."""
+    """Return a URL for display, with the passwords in it and in its query masked."""
     if isinstance(url, str):
         try:
             url = parse_url(url)
@@ -82,13 +82,13 @@ def masked(url: URL | str) -> str:
 
 
 def secrets_in(url: URL) -> list[str]:
-    """Return the texts in a URL that no error may show."""
+    """Return the password and the query values of a URL that may be secrets, for `scrubbed`."""
     in_query = [str(value) for key, value in url.query.items() if key not in _PLAIN_KEYS]
     return [secret for secret in (str(url.password or ""), *in_query) if len(secret) > 3]
 
 
 def scrubbed(text: object, secrets: list[str]) -> str:
-    """Return a driver's message on one line, without these secrets."""
+    """Return a driver's message on one line, with these secrets masked."""
     message = " ".join(str(text).split())
     for secret in secrets:
         message = message.replace(secret, "***")

@@ -1,7 +1,7 @@
-"""Experiences in the payload store: read by the log's references, and written when a batch delivers them.
+"""Reads of experiences from the payload store by the log's references, and writes of delivered experiences.
 
-A delivered payload refers to raw ones, its sources, for what the pipeline left unchanged, and holds only the
-differences. It refers only to payloads of its own batch, which `store.retention` deletes together with it.
+Raw payloads come from runners, delivered payloads from the pipeline. A delivered payload holds only the differences
+from the raw ones, its sources. Sources belong to the same batch, so `store.retention` deletes them together.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 PER_PAYLOAD = 1024
-"""Number of experiences in one payload of delivered ones."""
+"""Maximum number of experiences in a delivered payload."""
 INLINE_BYTES = 2**13
-"""Maximum bytes of a delivered payload that its event holds itself."""
+"""Maximum bytes of a delivered payload that is kept in the event itself instead of the store."""
 LEAST_SHARE = 0.5
-"""Minimum share of a raw payload's experiences to refer to it, since readers must read all of it."""
+"""Minimum share of a raw payload's experiences that must be delivered to refer to it, since readers read all of it."""
 
 Fields = dict[str, Any]
 ExperienceKey = tuple[Any, ...]
@@ -41,9 +41,9 @@ ExperienceKey = tuple[Any, ...]
 def read_experiences(
     payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None
 ) -> list[Experience]:
-    """Return the experiences of these refs, in order, with writable arrays. Reads and decodes each payload once.
+    """Return the experiences of these refs in order, with writable arrays. Reads and decodes each payload once.
 
-    The dict `kept`, if given, gets the bytes of each referenced payload, by digest. Raises PayloadNotFound,
+    The bytes of each referenced payload are added to the dict `kept`, by digest. Raises PayloadNotFound,
     CorruptPayload.
     """
     return read_columns(payloads, refs, kept).experiences()
@@ -52,11 +52,11 @@ def read_experiences(
 def read_columns(
     payloads: PayloadStore, refs: Sequence[PayloadRef], kept: dict[str, bytes] | None = None, *, mapped: bool = False
 ) -> ExperienceColumns:
-    """Return the experiences of these refs as columns; otherwise as `read_experiences`.
+    """Return the experiences of these refs as columns; otherwise like `read_experiences`.
 
-    `mapped`: files are mapped into memory, as `PayloadStore.view` says.
+    With `mapped`, large files are mapped into memory (`PayloadStore.view`).
     """
-    opened, decoder = _Opened(payloads, mapped), Decoder()
+    opened, decoder = _OpenPayloads(payloads, mapped), Decoder()
     opened.open([ref.digest for ref in refs], kept)
     for ref in refs:
         opened.add(decoder, ref.digest, opened.payloads[ref.digest], ref.first, ref.count)
@@ -64,7 +64,7 @@ def read_columns(
 
 
 class ExperienceReader:
-    """Reader of payloads part by part, which keeps the last one open."""
+    """Reader of parts of payloads, which keeps the last payload open."""
 
     def __init__(self, payloads: PayloadStore) -> None:
         self._payloads = payloads
@@ -72,26 +72,26 @@ class ExperienceReader:
 
     def read(self, digest: str, first: int, count: int) -> ExperienceColumns:
         """Return `count` experiences of a payload from `first` on. Raises PayloadNotFound, CorruptPayload."""
-        opened, decoder = _Opened(self._payloads), Decoder()
+        opened, decoder = _OpenPayloads(self._payloads), Decoder()
         if self._last is None or self._last[0] != digest:
             opened.open([digest])
             self._last = digest, opened.payloads[digest]
         payload = self._last[1]
-        if count >= len(payload.items):  # the caller gets the payload's own arrays, which works once
+        if count >= len(payload.items):  # the caller gets the payload's own arrays and may change them
             self._last = None
         opened.add(decoder, digest, payload, first, count)
         return ExperienceColumns(decoder.decoded())
 
 
-class _Opened:
-    """Payloads that are opened once."""
+class _OpenPayloads:
+    """Payloads that were opened for one read, by digest."""
 
     def __init__(self, store: PayloadStore, mapped: bool = False) -> None:
         self._store, self._mapped = store, mapped
         self.payloads: dict[str, Payload] = {}
 
     def open(self, digests: Sequence[str], kept: dict[str, bytes] | None = None) -> None:
-        """Open these payloads; `kept` gets their bytes. Raises PayloadNotFound, CorruptPayload."""
+        """Open these payloads, and add their bytes to `kept`. Raises PayloadNotFound, CorruptPayload."""
         new_names = [name for name in dict.fromkeys(digests) if name not in self.payloads]
         for name in filter(is_inline, new_names):
             with decoding():
@@ -104,7 +104,7 @@ class _Opened:
                 self.payloads[digest] = Payload(data, checked=True)  # the store compared its digest
 
     def add(self, decoder: Decoder, digest: str, payload: Payload, first: int, count: int) -> None:
-        """Add experiences of an open payload, completed from its sources."""
+        """Add experiences of an open payload to the decoder, after opening the sources that they need."""
         if first + count > len(payload.items):
             message = f"payload {digest[:80]} holds {len(payload.items)} experiences, fewer than the log says"
             raise CorruptPayload(message, digest=digest)
@@ -120,16 +120,16 @@ class _Opened:
 
 
 def sources_of(data: bytes) -> list[str]:
-    """Return the digests of the payloads that this one refers to; [] if it holds something else."""
+    """Return the digests of the payloads to which a payload refers; [] if it holds no experiences."""
     try:
         return Payload(data, checked=True).sources
-    except Exception:  # any error means that it holds no experiences, but tasks for example
+    except Exception:  # it holds other data, such as tasks
         return []
 
 
 @contextmanager
 def _name_payload(digest: str) -> Iterator[None]:
-    """Add the payload's digest, or the beginning of the bytes in its place, to a decoding error."""
+    """Add the payload's digest (or the beginning of an inline payload) to any decoding error in this block."""
     try:
         with decoding():
             yield
@@ -144,11 +144,11 @@ def write_delivered(
     payloads: PayloadStore, experiences: Iterable[Experience], raw: Mapping[str, bytes],
     keys: Sequence[ExperienceKey] | None = None,
 ) -> list[PayloadRef]:
-    """Write experiences that were made from those in the `raw` payloads; return references to them.
+    """Write delivered experiences, which a pipeline made from those in the `raw` payloads. Return references to them.
 
-    The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long; a small one is in its
-    reference itself. If `raw` is {}, the new payloads are complete and in the store. `keys`: of all `experiences`, if
-    these are made only while they are written.
+    The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long. A small payload is in
+    its reference itself. If `raw` is {}, the new payloads are complete and in the store. Pass the `keys` of all
+    experiences if `experiences` is a generator.
     """
     if keys is None:
         experiences = list(experiences)
@@ -163,7 +163,7 @@ def write_delivered(
 
 
 class StoredPayloads(Mapping[str, bytes]):
-    """Payloads by digest, which are read when they are needed."""
+    """Mapping of these digests to payloads, which are read at each access."""
 
     def __init__(self, payloads: PayloadStore, digests: Iterable[str]) -> None:
         self._payloads, self._digests = payloads, dict.fromkeys(digests)
@@ -179,35 +179,35 @@ class StoredPayloads(Mapping[str, bytes]):
 
 
 class _Originals:
-    """Raw experiences that delivered ones may refer to."""
+    """Raw experiences to which delivered experiences may refer."""
 
     def __init__(self, raw: Mapping[str, bytes], keys: Sequence[ExperienceKey]) -> None:
         self._raw = raw
         self._opened: dict[str, tuple[Payload, list[Fields]]] = {}
-        raw_places: dict[ExperienceKey, tuple[str, int]] = {}
+        raw_locations: dict[ExperienceKey, tuple[str, int]] = {}
         sizes = {}
         for digest in raw:  # opened one by one, and again when needed, since a batch may be large
             payload = Payload(raw[digest], checked=True)
             sizes[digest] = len(payload.items)
             if not payload.sources:
-                raw_places |= {tuple(item["eid"]): (digest, number) for number, item in enumerate(payload.items)}
-        self._places = {key: raw_places[key] for key in keys if key in raw_places}
-        delivered_counts = Counter(digest for digest, _ in self._places.values())
-        self._left = {digest: count for digest, count in delivered_counts.items()
-                      if count >= LEAST_SHARE * sizes[digest]}
+                raw_locations |= {tuple(item["eid"]): (digest, number) for number, item in enumerate(payload.items)}
+        self._locations = {key: raw_locations[key] for key in keys if key in raw_locations}
+        delivered_counts = Counter(digest for digest, _ in self._locations.values())
+        self._remaining = {digest: count for digest, count in delivered_counts.items()
+                           if count >= LEAST_SHARE * sizes[digest]}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
-        """Return a payload of these experiences.
+        """Encode these experiences as a payload, as differences from their originals if possible.
 
-        Only one experience may refer to an original, since two of them would share its arrays.
+        Only one experience refers to an original, because two would share its arrays.
         """
         sources: dict[str, int] = {}
         items, arrays = [], []
         for e in experiences:
             item, fields = e.item(), e.__dict__
-            place = self._places.pop(key_of(e), None)
-            if place is not None and place[0] in self._left:
-                digest, number = place
+            location = self._locations.pop(key_of(e), None)
+            if location is not None and location[0] in self._remaining:
+                digest, number = location
                 base_place = (sources.setdefault(digest, len(sources)), number)
                 payload, base_fields = self._open(digest)
                 item, fields = difference(fields, item, base_fields[number], payload.items[number], base_place)
@@ -217,7 +217,7 @@ class _Originals:
         return encode(items, columns_of(arrays), list(sources))
 
     def _open(self, digest: str) -> tuple[Payload, list[Fields]]:
-        """Return a raw payload and the fields of all its experiences, which are decoded once."""
+        """Return a raw payload and the fields of all its experiences. Open and decode it at the first call."""
         if digest not in self._opened:
             payload, decoder = Payload(self._raw[digest], checked=True), Decoder()
             decoder.add(payload, range(len(payload.items)), {})
@@ -225,12 +225,12 @@ class _Originals:
         return self._opened[digest]
 
     def _release(self, digest: str) -> None:
-        """Count a comparison with a payload, and free it after the last one, since a batch may be large."""
-        self._left[digest] -= 1
-        if not self._left[digest]:
+        """Count down the experiences that need this payload. Free it after the last one, since a batch may be large."""
+        self._remaining[digest] -= 1
+        if not self._remaining[digest]:
             del self._opened[digest]
 
 
 def key_of(e: Experience) -> ExperienceKey:
-    """Return the parts of an experience's id, in the order of an item's `eid`."""
+    """Return the parts of an experience's id: batch, task, run, step, suffix."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

@@ -1,6 +1,6 @@
-"""Move of a log's payloads to another place: copy, read back, then switch the recorded place.
+"""Move of a log's payloads to another place (a folder or bucket): copy, read back, then record the new place.
 
-The place changes last, so a move that was killed can be run again, and leaves what is copied already.
+The place is recorded last. So a move that was killed can be repeated, and skips payloads that were copied before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trinity_es.events.store.payloads.payloads import open_place
 __all__ = ["Moved", "move_payloads"]
 
 MOST_COPIES = 8
-"""Number of payloads that are copied at once."""
+"""Number of payloads that are copied in parallel."""
 
 
 @dataclass
@@ -37,34 +37,34 @@ class Moved:
     """Result of a move."""
 
     place: str
-    """Recorded place; "" for the log's own folder or table."""
+    """New recorded place; "" for the default one, the folder beside the log or the table in its database."""
     payloads: int = 0
     copied: int = 0
-    """Number of payloads that the new place lacked."""
+    """Number of payloads that were not at the new place before."""
     bytes: int = 0
     """Total size of all payloads."""
     problems: list[str] = field(default_factory=list)
-    """Corrupt payloads, which stay where they were."""
+    """Errors about corrupt payloads, which were not moved."""
 
 
 def move_payloads(
     url: str, wanted: str, *, delete: bool = False, progress: Callable[[int], None] = lambda done: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Moved:
-    """Move the payloads of the log at `url` to its own part below the place `wanted`; "" is the log's first place.
+    """Move the payloads of the log at `url` to the log's own folder below `wanted`; "" stands for the default place.
 
-    A copy of a log gets payloads of its own, or with the recorded place itself as `wanted` takes over the original's.
-    No system runs on the log; one that starts meanwhile stops the move. `delete`: delete the old copies after the
-    switch, unless one is corrupt. `say` gets what happens to them. Raises AlreadyRunning, ConfigError, LogError.
+    For a copy of a log, copy the payloads; if `wanted` is the recorded place itself, take over the original's. No
+    system may run on the log: if one starts meanwhile, the move fails. With `delete`, delete the old payloads after the
+    switch, unless one is corrupt; `say` gets a message about this. Raises AlreadyRunning, ConfigError, LogError.
     """
     if (folder := folder_of(wanted)) is not None and not folder.is_dir():
         raise ConfigError(f"{wanted} is no folder: mount or make it")
     with closing(Database(url)) as database:
-        place, original, epoch = database.read(lambda c: (read_place(c), original_of(database, c), _epoch(c)))
+        place, original, epoch = database.read(lambda c: (read_place(c), original_of(database, c), _lease_epoch(c)))
         if original and delete:
             raise ConfigError(f"--delete would delete the payloads of {original}, of which this log is a copy")
         if place and place == wanted:
-            database.write(lambda c: _switch(database, c, place, epoch))
+            database.write(lambda c: _record_place(database, c, place, epoch))
             return Moved(place)
         new_place = database.read(lambda c: place_below(c, wanted)) if wanted else ""
         if original and place == new_place:
@@ -74,12 +74,12 @@ def move_payloads(
             return Moved(place)
         try:
             source = open_place(url, place, create=False)
-        except LogNotFound:  # the log names no payloads yet
+        except LogNotFound:  # no payload was stored yet
             source = None
         with closing(open_place(url, new_place, create=True)) as target:
             if source is not None:
                 _copy_all(source, target, moved, progress)
-            database.write(lambda c: _switch(database, c, new_place, epoch))
+            database.write(lambda c: _record_place(database, c, new_place, epoch))
         if source is not None:
             with closing(source):
                 if delete and moved.problems:
@@ -92,10 +92,10 @@ def move_payloads(
 
 
 def _copy_all(source: PayloadStore, target: PayloadStore, moved: Moved, progress: Callable[[int], None]) -> None:
-    """Copy what the target lacks, and read all of it back."""
+    """Copy the payloads that the target lacks, and read all payloads back."""
     def copy(digest: str) -> tuple[int, bool] | str:
         try:
-            return _copy(source, target, digest)
+            return _copy_if_missing(source, target, digest)
         except (CorruptPayload, PayloadNotFound) as e:
             return e.message
 
@@ -111,8 +111,8 @@ def _copy_all(source: PayloadStore, target: PayloadStore, moved: Moved, progress
             progress(moved.payloads)
 
 
-def _copy(source: PayloadStore, target: PayloadStore, digest: str) -> tuple[int, bool]:
-    """Return the size of a payload, and whether it had to be copied. Both stores compare its digest."""
+def _copy_if_missing(source: PayloadStore, target: PayloadStore, digest: str) -> tuple[int, bool]:
+    """Copy a payload unless the target has it. Return its size, and True if it was copied. Reads check its digest."""
     try:
         return len(target.get(digest)), False
     except (PayloadNotFound, CorruptPayload):
@@ -120,15 +120,15 @@ def _copy(source: PayloadStore, target: PayloadStore, digest: str) -> tuple[int,
         return len(target.get(digest)), True
 
 
-def _epoch(connection: Connection) -> int:
-    """Return the epoch of the coordinator's lease; 0 if it was never taken."""
+def _lease_epoch(connection: Connection) -> int:
+    """Return the epoch of the coordinator's lease, or 0 if it was never taken."""
     lease = select(schema.leases.c.epoch).where(schema.leases.c.name == "coordinator")
     return connection.execute(lease).scalar_one_or_none() or 0
 
 
-def _switch(database: Database, connection: Connection, place: str, epoch: int) -> None:
-    """Record the new place, unless a system took the lease since it had this epoch."""
-    if _epoch(connection) != epoch:
+def _record_place(database: Database, connection: Connection, place: str, epoch: int) -> None:
+    """Record the new place. Raises AlreadyRunning if the coordinator's lease no longer has this epoch."""
+    if _lease_epoch(connection) != epoch:
         raise AlreadyRunning("a system was started on this log while its payloads were copied, so they stay where they "
                              "were: end it with `trinity-es down`, and run this again")
     write_place(database, connection, place)

@@ -1,7 +1,7 @@
-"""Payloads as objects in a bucket of S3, Google Cloud Storage, Azure, or of software with one of their APIs.
+"""Payloads as objects in a bucket of S3, Google Cloud Storage or Azure, or of a server with one of their APIs.
 
-A payload is written by one request, or in parts that become one object at the end, so a key never shows half of it.
-Credentials come from the environment alone (AWS_..., GOOGLE_..., AZURE_...), and no error shows them.
+An upload is one request, or parts that become an object at the end, so a reader never sees half a payload. Credentials
+come only from the environment (AWS_..., GOOGLE_..., AZURE_...), and no error shows them.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ __all__ = ["Objects"]
 T = TypeVar("T")
 
 CONNECT_SECONDS, REQUEST_SECONDS = 5, 30
-"""Time limits of a connection and of a request, after which it is repeated."""
+"""Time limits of a connection and of a request. A request that exceeds one is retried."""
 MOST_REQUESTS = 16
-"""Number of payloads that one call reads at once."""
+"""Maximum number of payloads that one call reads in parallel."""
 
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
-"""Beginning of the names of the environment's variables, by scheme."""
+"""URL scheme -> prefix of the environment variables with credentials."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _DURATION = re.compile(r" in [\d.]+[nµm]?s\b")
-"""Part of a message that differs whenever the same happens again."""
+"""Duration in a message, which is removed so that the same error has the same text."""
 _PASSING_STATUSES = frozenset({408, 425, 429})
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE)
 _METADATA_SERVER = re.compile(r"169\.254\.169\.254|metadata\.google\.internal")
-"""Addresses that only machines in a cloud have, which are asked without credentials in the environment."""
+"""Metadata servers of clouds, which the library asks for credentials if the environment has none."""
 
 
 class Objects(PayloadStore):
-    """One object per payload, with the key `ab/abcdef...` below the URL. Not usable after a fork."""
+    """Payload store with one object per payload, under the key `ab/abcdef...` below the URL. Not usable after a fork."""
 
     def __init__(self, url: str, patience: float, tell: Tell | None = None, store: Any = None) -> None:
         self._url, self._patience, self._tell = url, patience, tell
         self._pid = os.getpid()
-        self._store = _connect(url) if store is None else store
+        self._store = _library_store(url) if store is None else store
 
     def patient(self, seconds: float, tell: Tell) -> Objects:
-        """Return the same store with another patience in seconds; `tell` gets what a call waits for, once."""
+        """Return this store with calls that retry passing errors for `seconds`. `tell` gets each new error."""
         return Objects(self._url, seconds, tell, self._store)
 
     def require(self) -> None:
-        """Read the first keys. Raises LogUnavailable, also for a missing bucket and for refused credentials."""
+        """Check that the bucket can be read. Raises LogUnavailable, also for a missing bucket and bad credentials."""
         next(self._keys(), None)
 
     def put(self, data: bytes) -> str:
@@ -106,7 +106,7 @@ class Objects(PayloadStore):
         """Do nothing, because the library closes its connections."""
 
     def _keys(self) -> Iterator[str]:
-        """Yield all keys below the URL, in order; after trouble the list goes on behind the last key."""
+        """Yield all keys below the URL, in order. After an error, the listing continues after the last key."""
         parts: Iterator[Any] | None = None
         last_key: str | None = None
 
@@ -125,9 +125,9 @@ class Objects(PayloadStore):
             last_key = keys[-1]
 
     def _call(self, request: Callable[[Any], T]) -> T | None:
-        """Return the result of a request; None if there is no such object. Waits out passing trouble.
+        """Make a request, with retries of passing errors. Return its result, or None if the object does not exist.
 
-        Raises LogUnavailable: at once for a missing bucket or refused credentials.
+        Raises LogUnavailable, without a retry for a missing bucket or refused credentials.
         """
         if os.getpid() != self._pid:
             raise LogUnavailable(f"{self._url} was opened in process {self._pid}; open it again in this one")
@@ -145,11 +145,11 @@ class Objects(PayloadStore):
         return patiently(attempt, seconds=self._patience, tell=tell)
 
     def _error(self, error: Exception) -> Exception:
-        """Return our error for one of the library; its detail `passing` says that a request may be repeated."""
+        """Convert an error of the library to ours. Its detail `passing` is true if a retry may succeed."""
         scheme = self._url.partition(":")[0]
-        text = _brief(error, scheme)
+        text = _short_message(error, scheme)
         variables = f"{_VARIABLES[scheme]}_..."
-        status = int(found[1]) if (found := _STATUS.search(text)) else 0
+        status = int(match[1]) if (match := _STATUS.search(text)) else 0
         store = f"the payload store {self._url}"
         if _NO_BUCKET.search(text):
             return LogUnavailable(f"{store} has no such bucket: make the bucket, or name another")
@@ -160,15 +160,15 @@ class Objects(PayloadStore):
             return LogUnavailable(f"{store} refuses the credentials: check {variables} in the environment of this "
                                   f"process, and what they may do ({text})")
         if "builder error" in text:
-            return LogUnavailable(f"{store} can't be asked: its address is not https://. To allow http:// set "
+            return LogUnavailable(f"{store} has an address without https://. To allow http://, set "
                                   f"{_VARIABLES[scheme]}_ALLOW_HTTP=true ({text})")
         if status and status < 500 and status not in _PASSING_STATUSES:
             return LogUnavailable(f"{store} refuses a request: {text}")
         return LogUnavailable(f"{store} does not answer: {text}", passing=True)
 
 
-def _connect(url: str) -> Any:
-    """Return the library's store for a URL; opens no connection. Raises ConfigError."""
+def _library_store(url: str) -> Any:
+    """Return the library's store object for a URL, without opening a connection. Raises ConfigError."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -185,18 +185,18 @@ def _connect(url: str) -> Any:
             },
         )
     except (BaseError, ValueError) as e:
-        raise ConfigError(f"the payload store {url} can't be used: {_brief(e, scheme)}. Check {_VARIABLES[scheme]}_... "
+        raise ConfigError(f"the payload store {url} can't be used: {_short_message(e, scheme)}. Check {_VARIABLES[scheme]}_... "
                           "in the environment of this process") from None
 
 
-def _brief(error: Exception, scheme: str) -> str:
-    """Return the message of an error of the library without secrets, durations and internals."""
+def _short_message(error: Exception, scheme: str) -> str:
+    """Return the message of a library's error without secrets, durations and debug output."""
     message = _DURATION.sub("", str(error).partition("\n\nDebug source")[0])
     return scrubbed(message, _secrets(scheme))[:500]
 
 
 def _secrets(scheme: str) -> list[str]:
-    """Return the values of the environment that no error may show."""
+    """Return the values of environment variables that no error may show."""
     secret = re.compile(rf"{_VARIABLES[scheme]}_.*(KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|SAS|ACCOUNT$)", re.IGNORECASE)
     return [value for name, value in os.environ.items() if secret.match(name) and len(value) > 3]
 

@@ -1,7 +1,7 @@
-"""Place of a log's payloads outside its database: a folder or a bucket, recorded as a row in the log.
+"""Place of a log's payloads: the URL of a folder or bucket, recorded in a row of the log's database.
 
-Whoever has the log's URL finds the payloads by this row. A log without it has them where the first release had: in the
-folder beside a SQLite file, or in a table of PostgreSQL.
+So a process with the log's URL finds the payloads. A log without this row has its payloads at the default place: in a
+folder beside the SQLite file, or in a table of PostgreSQL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCHEMES = ("s3", "gs", "az", "file")
 
 
 def require_place_url(url: str) -> str:
-    """Return the URL of a place for payloads, without a slash at its end. Raises ConfigError if it can't be one."""
+    """Check the URL of a place for payloads, and return it without a slash at its end. Raises ConfigError."""
     wanted = "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
     try:
         parts = urlsplit(url)
@@ -54,9 +54,9 @@ def folder_of(place: str) -> Path | None:
 
 
 def recorded_place(url: str, *, patience: float) -> str:
-    """Return the place that the log at `url` records; "" if it records none, or does not exist.
+    """Return the place that the log at `url` records; "" for the default place, or if the log does not exist.
 
-    `patience`: seconds to wait for its database. Raises LogError.
+    `patience`: seconds of retries while its database can't be reached. Raises LogError.
     """
     path = file_of(url)
     if path is not None and not path.is_file():
@@ -66,16 +66,16 @@ def recorded_place(url: str, *, patience: float) -> str:
 
 
 def read_place(connection: Connection) -> str:
-    """Return the place that this log records; "" for none."""
+    """Return the place that this log records; "" for the default place."""
     if not inspect(connection).has_table(schema.payload_place.name):
         return ""
     return connection.execute(select(schema.payload_place.c.url)).scalar_one_or_none() or ""
 
 
 def original_of(database: Database, connection: Connection) -> str:
-    """Return host and path of the log to which the recorded payloads belong, if this log is a copy of it; else "".
+    """If this log is a copy and its recorded payloads belong to the original, return the original's host and path.
 
-    A file counts as a copy if the original is still there, since a file may move to another disk or machine.
+    Otherwise return "". A SQLite file whose recorded original is gone was moved, and is no copy.
     """
     if not read_place(connection):
         return ""
@@ -88,14 +88,13 @@ def original_of(database: Database, connection: Connection) -> str:
 
 
 def place_below(connection: Connection, url: str) -> str:
-    """Return the log's own place below a URL, so that logs with the same URL don't share payloads: each deletes its
-    own."""
+    """Return the log's own place below a URL. Logs that use the same URL must not delete each other's payloads."""
     generation = connection.execute(select(schema.heads.c.generation)).scalar_one()
     return f"{url}/{generation[:12]}"
 
 
 def write_place(database: Database, connection: Connection, place: str) -> None:
-    """Record the place of the log's payloads; "" for the first release's. That release can't open such a log."""
+    """Record the place of the log's payloads; "" for the default place. The first release can't open other logs."""
     schema.payload_place.create(connection, checkfirst=True)
     connection.execute(delete(schema.payload_place))
     if place:

@@ -1,4 +1,4 @@
-"""Interface of a payload store, and what all of its kinds share: the digest and its check."""
+"""Interface of payload stores, digests and their check, and inline payloads."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ _INLINE = "data:"
 
 
 class PayloadStore(Protocol):
-    """Immutable bytes by their digest."""
+    """Store of immutable bytes by their digest."""
 
     def put(self, data: bytes) -> str:
-        """Store the bytes durably, and return their digest.
+        """Store these bytes durably, and return their digest. Raises LogUnavailable.
 
-        If the digest is there already, its bytes are compared, and are replaced if they differ. Raises LogUnavailable.
+        If the digest exists already, compare the stored bytes, and replace them if they are damaged.
         """
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
+        """Return the bytes of a payload, after a check of their digest. Raises PayloadNotFound, CorruptPayload."""
 
     def view(self, digest: str) -> Buffer:
-        """Return the same as `get`; a large file is mapped into memory, private to this process, instead of read.
+        """Return the same bytes as `get`, but map a large file into memory (copy-on-write) instead of reading it.
 
-        If the disk fails while mapped bytes are used, the process ends by SIGBUS.
+        If the disk fails while mapped bytes are in use, SIGBUS ends the process.
         """
         return self.get(digest)
 
     def get_all(self, digests: Sequence[str], *, mapped: bool = False) -> Iterator[Buffer]:
-        """Yield the bytes of these payloads in order, as `get` or, if `mapped`, as `view` returns them."""
+        """Yield the bytes of these payloads in order, by `get` or, if `mapped`, by `view`."""
         return map(self.view if mapped else self.get, digests)
 
     def exists(self, digest: str) -> bool:
-        """Return True if a payload has this digest; only `get` checks its bytes."""
+        """Return True if the store has this digest. The bytes are not checked."""
 
     def size(self, digest: str) -> int | None:
-        """Return the number of bytes of a payload; None if the store lacks it."""
+        """Return the size of a payload in bytes; None if the store lacks it."""
 
     def delete(self, digest: str) -> None:
-        """Delete a payload; nothing happens if the store lacks it."""
+        """Delete a payload, if the store has it."""
 
     def digests(self) -> Iterator[str]:
         """Yield every digest in the store, in order."""
 
     def strays(self) -> list[str]:
-        """Return entries of the store that are no payloads, left by a put that died or by other software."""
+        """Return the names of entries that are no payloads, left by other software or by a process that died."""
         return []
 
     def verify(self) -> list[str]:
-        """Read everything, and return all problems, each naming its digest; [] if the store is sound."""
+        """Read every payload, and return the problems, each naming a digest; [] if the store is sound."""
         problems = []
         for digest in self.digests():
             try:
@@ -79,22 +79,22 @@ class PayloadStore(Protocol):
 
 
 def digest_of(data: Buffer) -> str:
-    """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
+    """Return the digest of these bytes: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def inline(data: bytes) -> str:
-    """Return a name that holds these few bytes itself, in place of a digest, so that no store has to keep them."""
+    """Return a name for a small payload that holds its bytes itself, to use in place of a digest."""
     return _INLINE + base64.b64encode(data).decode()
 
 
 def is_inline(name: str) -> bool:
-    """Return True for a name of `inline`, False for a digest."""
+    """Return True for a name from `inline`, False for a digest."""
     return name.startswith(_INLINE)
 
 
 def inlined(name: str) -> bytes:
-    """Return the bytes that a name of `inline` holds. Raises CorruptPayload."""
+    """Return the bytes in a name from `inline`. Raises CorruptPayload."""
     try:
         return base64.b64decode(name[len(_INLINE) :], validate=True)
     except binascii.Error as e:

@@ -1,9 +1,9 @@
-"""The payload store: data too big for an event, stored by the SHA-256 of its bytes.
+"""The payload store: data too big for an event, stored under the SHA-256 of its bytes.
 
-An event is appended only after `put` has returned, so a digest in the log always has its bytes. Beside a SQLite log the
-store is a directory, `<db path>.payloads/ab/abcdef...`, in PostgreSQL a table, so that every machine reaches it. A log
-may record another place (`payload_place.py`), a folder or a bucket. All are safe for threads and processes:
-tests/full/events/test_payloads.py is run on each.
+An event is appended only after `put` has returned, so the store has the bytes of every digest in the log. Beside a
+SQLite log the store is a directory, `<db path>.payloads/ab/abcdef...`. In PostgreSQL it is a table, so that every
+machine reaches it. A log may record another place (`payload_place.py`), a folder or a bucket. All kinds are safe for
+threads and processes; tests/full/events/test_payloads.py runs on each.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ __all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "ope
 T = TypeVar("T")
 
 LEAST_MAPPED = 2**18
-"""Minimum bytes of a file that is mapped: a smaller one is read faster."""
+"""Minimum size in bytes of a file that is mapped into memory. Smaller files are faster to read."""
 
 
 def open_payloads(
     url: str, *, place: str | None = None, create: bool = True, durability: Durability = "power",
     patience: float = 20.0,
 ) -> PayloadStore:
-    """Return the payload store of the log at `url`. Without `create`, raises LogNotFound if there is none.
+    """Open the payload store of the log at `url`. Without `create`, raises LogNotFound if it does not exist.
 
-    `place`: the place that the log records; None: it is read. `patience`: seconds for which each call waits out a lost
-    connection, or a store that is away. Raises ConfigError and LogUnavailable for a place that can't be used.
+    `place`: the place that the log records; None: read it from the log. `patience`: seconds for which each call retries
+    if the store can't be reached. Raises ConfigError and LogUnavailable for a place that can't be used.
     """
     if place is None:
         place = recorded_place(url, patience=patience)
-    create = create and not place  # if its folder is missing, it may be a share that is not mounted
+    create = create and not place  # a missing folder may be a share that is not mounted
     return open_place(url, place, create=create, durability=durability, patience=patience)
 
 
 def open_place(
     url: str, place: str, *, create: bool, durability: Durability = "power", patience: float = 20.0
 ) -> PayloadStore:
-    """Return the store at a place that is recorded, or may be, for the log at `url`; otherwise as `open_payloads`."""
+    """Open the payload store of the log at `url` at this place, recorded or not; otherwise like `open_payloads`."""
     if (folder := folder_of(place)) is not None:
         if not create and not folder.is_dir():
             raise LogUnavailable(f"the payload store {folder} is missing: mount or restore it", passing=True)
@@ -89,11 +89,11 @@ def open_place(
 
 
 def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> str:
-    """Record `wanted`, the config's `store.payloads`, as the place of a log without payloads; check the recorded one.
+    """Record `wanted`, the config's `store.payloads`, as the place of a log without payloads, or check the old place.
 
-    Return the place: processes that get it need not open the database of a SQLite log, which costs each some 4 MB.
-    A store that is only away is no error here, since whoever uses it waits for it. Raises ConfigError if the payloads
-    are at another place or belong to another log, and for a place that can't be used; LogUnavailable.
+    Return the place. A process that gets it need not open the database of a SQLite log, which costs some 4 MB. A store
+    that can't be reached at the moment is no error here, since its users wait for it. Raises ConfigError if the
+    payloads are at another place or belong to another log, or if the place can't be used. Raises LogUnavailable.
     """
     with closing(Database(url, durability=durability)) as database:
         place, original = database.read(lambda c: (read_place(c), original_of(database, c)))
@@ -122,7 +122,7 @@ def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> 
 
 
 def _require_no_payloads(url: str, place: str, wanted: str) -> None:
-    """Raise ConfigError if the log records a place, or has payloads."""
+    """Raise ConfigError if the log records a place, or has payloads at its default place."""
     if not place:
         try:
             with closing(open_place(url, place, create=False)) as store:
@@ -137,9 +137,10 @@ def _require_no_payloads(url: str, place: str, wanted: str) -> None:
 
 
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
-    """Return the same store for a thread that can wait: each call waits out passing trouble for `seconds`.
+    """Return this store with a longer patience, for a thread that can wait: calls retry passing errors for `seconds`.
 
-    A lost payload has to be generated again, so the wait is worth it. Trouble with files does not pass by itself.
+    The wait is worth it, because a lost payload has to be generated again. A store in files is returned unchanged,
+    because its errors don't pass by themselves.
     """
     log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences existing loggers
 
@@ -152,12 +153,12 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
 
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
-    """Return a store that is opened on first use, which then raises the errors of `opens`."""
+    """Return a store that calls `opens` on first use. That use raises any error of `opens`."""
     return cast(PayloadStore, _StoreOnDemand(opens))
 
 
 class _StoreOnDemand:
-    """Store that is opened on first use, because a status request needs no store and must not wait for its database."""
+    """Payload store that is opened on first use. A status request needs no store, so it does not wait for one."""
 
     def __init__(self, opens: Callable[[], PayloadStore]) -> None:
         self._opens, self._lock = opens, threading.Lock()
@@ -176,12 +177,12 @@ class _StoreOnDemand:
 
 
 class _Files(PayloadStore):
-    """One file per payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
+    """Store with one file per payload. A file is written under another name, synced and renamed, so it is complete."""
 
     def __init__(self, root: Path, create: bool, durability: Durability) -> None:
         self._root, self._survives_power_loss = root, durability == "power"
         self._durable: set[str] = set()
-        """Folders whose names are on the disk."""
+        """Folders whose names were synced to the disk."""
         if create:
             try:
                 make_private_folder(root)
@@ -212,13 +213,13 @@ class _Files(PayloadStore):
         return digest
 
     def _sync_name(self, folder: Path) -> None:
-        """Sync the name of `folder` in the root once: the process that made it may have been killed before its sync."""
+        """Sync the name of `folder` in the root, once. The process that made it may have died before its sync."""
         if self._survives_power_loss and folder.name not in self._durable:
             sync(self._root)
             self._durable.add(folder.name)
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """Return True if the file holds these bytes, as durably as this store writes them."""
+        """Return True if the file holds these bytes, after syncing it if this store is durable."""
         try:
             if path.stat().st_size != len(data) or path.read_bytes() != data:
                 return False
@@ -293,13 +294,13 @@ class _Files(PayloadStore):
 
 
 class _Rows(PayloadStore):
-    """One row per payload, in the database of the log."""
+    """Store with one row per payload, in the database of the log."""
 
     def __init__(self, database: Database, patience: float, tell: Tell | None = None) -> None:
         self.database, self._patience, self._tell = database, patience, tell
 
     def require(self, create: bool) -> None:
-        """Make the table if it is missing, with `create`. Raises LogNotFound."""
+        """Check that the table exists, or create it with `create`. Raises LogNotFound."""
         try:
             if self._read(lambda c: inspect(c).has_table(schema.payloads.name)):
                 return
@@ -311,7 +312,7 @@ class _Rows(PayloadStore):
             raise
 
     def _new_reporter(self) -> Callable[[Exception], None] | None:
-        """Return a function that reports the trouble of one call, each error once."""
+        """Return a function for one call that passes its errors to `tell`, repeated ones once; None without `tell`."""
         return None if self._tell is None else once(self._tell)
 
     def _read(self, work: Callable[[Connection], T]) -> T:

@@ -1,7 +1,7 @@
-"""Time in the log: the recorded clock, and true durations even if the clock was set.
+"""Clocks of the log: the wall clock that dates events, and a monotonic clock that can't be set.
 
-`recorded_at` is the host's clock (on PostgreSQL its server's). It may go back only at a `ClockStepped`. Each event also
-has its writer's boot and monotonic clock, which can't be set: on the same machine it shows how long ago an event was.
+`recorded_at` is read from the host's wall clock (on PostgreSQL, the server's). It goes back only at a `ClockStepped`
+event. Each event also records its writer's boot id and monotonic clock, which give its true age on the same machine.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ STEP_SECONDS = 0.5
 """Minimum difference between wall clock and monotonic clock that counts as a step, beyond the clock's drift."""
 
 DRIFT = 0.001
-"""Share of the time between two readings by which a clock may drift while it is slewed."""
+"""Drift of a slewed clock, as a share of the time between two readings."""
 
 FIRST_SECONDS = 5.0
-"""Minimum step at a writer's first append. Earlier events got their times when they were decided."""
+"""The same at a writer's first append, which compares with a stored event. It is larger, because that event's monotonic
+time was read some time before its `recorded_at`."""
 
 
 def monotonic() -> float:
-    """Return seconds since the boot, including suspension if the system counts it; this clock cannot be set."""
+    """Return seconds since the boot from a clock that can't be set. On Linux it includes suspension."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @cache
 def boot() -> str:
-    """Return the beginning of this boot's id, or "". Monotonic clocks of one boot are comparable."""
+    """Return the first 8 characters of this boot's id, or "". Monotonic times of one boot are comparable."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:
@@ -39,17 +40,17 @@ def boot() -> str:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of unix seconds that is set once, now, and ignores later steps of the machine's clock."""
+    """Return a clock of unix seconds that ignores later steps of the machine's clock."""
     offset = time.time() - monotonic()
     return lambda: offset + monotonic()
 
 
 @dataclass(slots=True)
 class Clock:
-    """A writer's view of the clock that dates its events."""
+    """Detector of steps of the clock that dates a writer's events."""
 
     last: tuple[float, float, float] | None = None
-    """Clock at the writer's last append, and the monotonic clock just before and after."""
+    """The wall clock at the writer's last append, and the monotonic clock just before and after."""
 
     def remember(self, wall: float, before: float, after: float) -> None:
         """Remember a reading of the clock, taken between two readings of the monotonic one."""
@@ -58,17 +59,17 @@ class Clock:
     def step(
         self, wall: float, before: float, after: float, recorded_at: float, *, slack: float = STEP_SECONDS
     ) -> float:
-        """Return by how many seconds the clock was set since the last append, 0.0 if it was not.
+        """Return the seconds by which the clock was set since the last append; 0.0 if it was not.
 
         `wall, before, after`: a reading as in `remember`. `recorded_at`: time of the last event. Without an earlier
-        reading only a clock behind that time reveals a step.
+        reading, a step is noticed only if the clock is behind `recorded_at`.
         """
         step = 0.0
         if self.last is not None:
             last_wall, last_before, last_after = self.last
             shortest, longest = before - last_after, after - last_before
             elapsed = wall - last_wall
-            # Between `shortest` and `longest` the clock need not have been set.
+            # An elapsed time between `shortest` and `longest` shows no step.
             step = elapsed - longest if elapsed > longest else min(0.0, elapsed - shortest)
             slack += DRIFT * longest
         if abs(step) <= slack:

@@ -1,7 +1,7 @@
-"""Queries for events by their type, through an index of rare events, and for positions by time.
+"""Queries for events of rare types, through a partial index, and for positions by time.
 
-Nine of ten events say that units were dispatched or finished, or record a proxy's answers (`schema.BULK`). Queries
-seldom want those, so the index leaves them out.
+Nine of ten events are of a few bulk types (`schema.BULK`): units dispatched or finished, answers of a proxy. Queries
+seldom need them, so the index leaves them out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
     """Return these types without repetitions, or all rare ones. Raises ValueError for a bulk type."""
     rare_types = tuple(dict.fromkeys(RARE if types is None else types))
     if bulk_types := set(rare_types) & set(schema.BULK):
-        raise ValueError(f"{', '.join(sorted(bulk_types))}: a bulk type has no index; read() reads all events")
+        raise ValueError(f"{', '.join(sorted(bulk_types))}: bulk types have no index; use `read`")
     return rare_types
 
 
@@ -35,7 +35,7 @@ def rare_page(
     connection: Connection, types: Sequence[str], *, after: int = 0, before: int | None = None, size: int = 1000,
     descending: bool = False,
 ) -> list[Row[Any]]:
-    """Return at most `size` rows of these rare types with `after` < position < `before`, in order of position."""
+    """Return at most `size` rows of these rare types with `after` < position < `before`, ordered by position."""
     if not types:
         return []
     between = [_E.position > after] + ([] if before is None else [_E.position < before])
@@ -50,10 +50,10 @@ def rare_page(
 
 
 def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
-    """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
+    """Return the position of the last event recorded at or before `time` (unix seconds); 0 if there is none.
 
-    `steps` are the log's `ClockStepped`. With them, the last stretch between two steps that had begun by that moment
-    counts. Raises LogCorrupt.
+    `steps` are the log's `ClockStepped` events. With any, search the last stretch between two steps that began by then.
+    Raises LogCorrupt.
     """
     begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
     end = min((s.position for s in steps if s.position > begin), default=None)
@@ -69,11 +69,11 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
 
 
 def clock_note(time: float, steps: Sequence[Recorded]) -> str:
-    """Return a note if the clock was set around this moment, by the log's `ClockStepped`; empty if not."""
+    """Return a note for the user if the clock was set around `time`, by the log's `ClockStepped` events; else ""."""
     for step in steps:
         assert isinstance(step.event, ClockStepped)
         first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))
         if first <= time <= last:
             return (f"the clock of this log was set by {step.event.seconds:+.0f} s at position {step.position}: this "
-                    "moment may have been twice, or not at all; a position is exact")
+                    "moment may have occurred twice, or not at all; give a position to be exact")
     return ""

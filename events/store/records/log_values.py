@@ -1,4 +1,4 @@
-"""Values of the log's interface and their rows; import them from `events.store.log`."""
+"""Values that the log takes and returns, and their rows. Import them from `events.store.log`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ __all__ = ["ClockCorrection", "Committed", "Draft", "Head", "Lease", "Projector"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """Events for one stream, decided when the stream was at `expected_version` (0: it did not exist)."""
+    """Events to append to one stream if it is at `expected_version` (0: it does not exist)."""
 
     stream: str
     expected_version: int
     events: Sequence[Event]
     checked: Sequence[tuple[bytes, Event]] | None = field(default=None, repr=False, compare=False)
-    """Result of `codec.check` for each event, if it was called before."""
+    """Results of `codec.check` for the events, if the caller has them already."""
 
 
 def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
-    """Return a write whose events are checked, so that an append can refuse only its version. Raises InvalidEvent."""
+    """Return a write whose events are checked already. An append can then refuse only its version.
+
+    Raises InvalidEvent.
+    """
     _check_name("stream", stream)
     return Write(
         stream=stream, expected_version=expected_version, events=list(events), checked=[codec.check(e) for e in events]
@@ -45,25 +48,25 @@ class Recorded:
     """An event in the log."""
 
     position: int
-    """Place in the whole log, from 1."""
+    """Position in the whole log, from 1."""
     stream: str
     version: int
-    """Place in its stream, from 1."""
+    """Position in its stream, from 1."""
     type: str
     schema_version: int
     data: bytes
     metadata: dict[str, Any]
-    """Metadata of its append, with its writer's `lease` and `epoch`. Read-only: events of one append share it."""
+    """Metadata of the append, with the writer's `lease` and `epoch`. Don't change it: events of an append share it."""
     recorded_at: float
     """Unix seconds, UTC; smaller than the previous event's only if the clock was set back (`ClockStepped`)."""
     commit_id: str
     hash: bytes
-    """SHA-256 over this event and the hash of the one before it."""
+    """SHA-256 over this event and the previous event's hash."""
     _event: Event | None = field(default=None, repr=False, compare=False)
 
     @property
     def event(self) -> Event:
-        """The event itself. Raises LogTooNew or InvalidEvent, with the position, if this software can't read it."""
+        """The decoded event. Raises LogTooNew or InvalidEvent, with the position, if this software can't decode it."""
         if self._event is None:
             try:
                 self._event = codec.decode(self.type, self.schema_version, self.data)
@@ -84,19 +87,18 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to append under this name, while `epoch` is the newest."""
+    """Right to append, which lasts until another writer takes the lease of this name with the next epoch."""
 
     name: str
     epoch: int
     owner: dict[str, Any]
     copied_from: str = ""
-    """Host and place of the original, if this store is a copy of the one in which the lease was taken (for a new lease:
-    in which its last holder took it)."""
+    """Host and path or address of the original store, if the last holder took the lease there and this is a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Result of an append: positions first..last. `duplicate`: an earlier append with this commit id wrote them."""
+    """Result of an append. `duplicate` is true if an earlier append with this commit id wrote the events."""
 
     first_position: int
     last_position: int
@@ -105,33 +107,36 @@ class Committed:
 
 
 class Projector(Protocol):
-    """A read model that is updated in the transaction of the append. Its errors undo the append."""
+    """Read model that is updated in the transaction of each append. An error of it undoes the append."""
 
     name: str
     version: int
-    """Version of the tables and their meaning. When it rises, they are rebuilt from the log."""
+    """Version of the tables and their meaning. After it rises, the tables are rebuilt from the log."""
 
     def create(self, connection: Connection) -> None:
-        """CREATE TABLE IF NOT EXISTS."""
+        """Create the tables that are missing."""
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
-        """Apply these events, which come in order of position, each once."""
+        """Update the tables by the next events. Each event comes once, in order of position."""
 
     def reset(self, connection: Connection) -> None:
-        """Empty the tables (or drop and create them)."""
+        """Empty the tables, or drop and create them."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Events of one commit, prepared as far as possible before the lock is taken."""
+    """Events of one commit, prepared before the log is locked."""
 
     recorded: list[Recorded]
-    """The events, without position, time and hash."""
+    """The events. `place` sets their positions, times and hashes."""
     bodies: list[bytes]
     metadata: bytes
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
-        """Place the events after this position and hash. Return the last one's position and hash."""
+        """Set the events' positions, times and hashes, which follow the event at `position` with the hash `previous`.
+
+        Return the last event's position and hash.
+        """
         for item, body, recorded_at in zip(self.recorded, self.bodies, times, strict=False):
             position += 1
             previous = schema.chain_hash(previous, position, recorded_at, body)
@@ -148,7 +153,7 @@ class Draft:
 
 
 def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
-    """Check the events of these writes, and return them as a commit to place in the log. Raises InvalidEvent."""
+    """Check and encode the events of these writes, and return them as one commit. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
@@ -179,18 +184,18 @@ def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata
 
 
 def _check_name(subject: str, name: str) -> None:
-    """Raise InvalidEvent if this can't be the name of a stream or commit. `subject`: what it names."""
+    """Raise InvalidEvent if this can't be the name of a stream or commit. `subject` says which, for the message."""
     if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
         raise InvalidEvent(f"{subject} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
 
 _metadata = lru_cache(64)(orjson.loads)
-"""Decoder of metadata, which decodes once for all events of an append, since these follow each other."""
+"""Cached decoder of metadata, since all events of an append have the same."""
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
-    """Return the event of a stored row, with all columns in order; it is decoded on first use. Raises LogCorrupt."""
-    # By index: by name it took three times as long, and a third of reading a log.
+    """Return the event of a row with all columns of `schema.events`, not decoded yet. Raises LogCorrupt."""
+    # Access by column name took three times as long, a third of the time to read a log.
     position, stream, version, kind, schema_version, data, metadata, recorded_at, commit_id, _, event_hash = row
     try:
         return Recorded(
@@ -204,26 +209,26 @@ def from_row(row: Sequence[Any]) -> Recorded:
 
 
 _offsets: list[float] = []
-"""Last offset of the wall clock from the monotonic one, reused until the wall clock is set."""
+"""Last offset between wall clock and monotonic clock, reused until the wall clock is set."""
 
 
 @dataclass(slots=True)
 class ClockCorrection:
-    """Correction of this boot's event times by the monotonic clock, as seen from the current wall clock."""
+    """Correction of the times of events from this boot, for an event recorded while the wall clock was wrong."""
 
     _wall: Callable[[], float] = time.time
     _monotonic: Callable[[], float] = clock.monotonic
     offset: float = field(init=False)
 
     def __post_init__(self) -> None:
-        # With the last offset, if the clock was not set since, equal events get equal times.
+        # The last offset is reused unless the clock was set, so that an event gets the same time each time.
         offset = self._wall() - self._monotonic()
         if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
             _offsets[:] = [offset]
         self.offset = _offsets[-1]
 
     def __call__(self, recorded: Recorded) -> Recorded:
-        """Return the event. If the current clock gives it another time, the result has that time."""
+        """Return the event, with a corrected time if the wall clock was set by more than FIRST_SECONDS since."""
         monotonic_time = recorded.metadata.get("mono")
         is_of_this_boot = clock.boot() != "" and recorded.metadata.get("boot") == clock.boot()
         if not isinstance(monotonic_time, int | float) or not is_of_this_boot:
