@@ -43,7 +43,7 @@ class Journals(Protocol):
         """
 
     def read(self, life: Life) -> list[bytes]:
-        """Return the parts of a runner's journal in order; [] without a journal. The last part may end torn."""
+        """Return the segments of a runner's journal in order; [] without a journal. A segment may have a torn end."""
 
     def drop(self, life: Life, segment: int | None = None) -> None:
         """Delete a segment of a runner's journal, or the whole journal, if it exists."""

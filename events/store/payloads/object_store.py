@@ -47,7 +47,7 @@ _METADATA_SERVER = re.compile(r"169\.254\.169\.254|metadata\.google\.internal")
 
 
 class Objects(PayloadStore):
-    """Payload store with one object per payload, under the key `ab/abcdef...` below the URL. Not usable after a fork."""
+    """Payload store with an object per payload, under the key `ab/abcdef...` below the URL. Not usable after a fork."""
 
     def __init__(self, url: str, patience: float, tell: Tell | None = None, store: Any = None) -> None:
         self._url, self._patience, self._tell = url, patience, tell
@@ -185,8 +185,8 @@ def _library_store(url: str) -> Any:
             },
         )
     except (BaseError, ValueError) as e:
-        raise ConfigError(f"the payload store {url} can't be used: {_short_message(e, scheme)}. Check {_VARIABLES[scheme]}_... "
-                          "in the environment of this process") from None
+        raise ConfigError(f"the payload store {url} can't be used: {_short_message(e, scheme)}. Check "
+                          f"{_VARIABLES[scheme]}_... in the environment of this process") from None
 
 
 def _short_message(error: Exception, scheme: str) -> str:

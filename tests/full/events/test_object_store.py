@@ -247,7 +247,7 @@ def test_a_move_that_was_interrupted_is_run_again(url: str, bucket_url: str, mon
     store = open_payloads(url)
     digests = sorted(store.put(bytes([n])) for n in range(60))
     with monkeypatch.context() as patch:
-        patch.setattr("trinity_es.events.store.payloads.move._switch", _die)
+        patch.setattr("trinity_es.events.store.payloads.move._record_place", _die)
         with pytest.raises(KeyboardInterrupt):
             move_payloads(url, bucket_url)
     assert recorded_place(url, patience=1.0) == ""
