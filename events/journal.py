@@ -57,7 +57,7 @@ class KeptAnswer:
     adapter: list[Any] | None = None
     """Name and version of the LoRA adapter that answered; None for the base weights."""
     forbids: str = ""
-    """Name of the sampling field because of which a partial answer can't be continued; empty if it can be."""
+    """Name of the sampling field that prevents continuing a partial answer; empty if none does."""
     left_out: int = 0
     """Number of tokens in later records that were left out because records before them are missing."""
     model: str = ""
@@ -93,7 +93,7 @@ class KeptRun:
     seconds: float = 0.0
     """Seconds that all attempts together had taken at the last record."""
     possibly_delivered: list[str] = field(default_factory=list)
-    """Names of unfinished steps because of which the run has to start from the beginning."""
+    """Names of unfinished steps. If there are any, the run has to start from the beginning."""
 
     def open_steps(self) -> list[str]:
         """Return the names of unfinished steps, whose side effect may have happened."""

@@ -1,4 +1,4 @@
-"""Folds of the LoRA adapters' events: the current adapters, and the history of every version. Pure."""
+"""Folds of the events of LoRA adapters: the current adapters, and the history of every version. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 ADAPTER_EVENTS = ("AdapterPublished", "AdapterRemoved", "AdapterLoaded", "AdapterFailed")
 
 Adapters = dict[str, ev.AdapterPublished | ev.AdapterRemoved]
-"""The newest event of each adapter, removed ones included, by adapter name."""
+"""Adapter name -> its newest event, removed adapters included."""
 
 
 def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterRemoved) -> None:
@@ -24,12 +24,12 @@ def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterR
 
 
 def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
-    """Return the newest version of each adapter that is not removed, by name."""
+    """Return {name: newest published version} of the adapters that are not removed."""
     return {name: event for name, event in sorted(adapters.items()) if isinstance(event, ev.AdapterPublished)}
 
 
 def evolve_loaded(loaded: set[str], event: ev.Event, adapters: Adapters) -> None:
-    """Update `loaded`, the names of the current adapters that at least one engine has loaded."""
+    """Apply one event to `loaded`, in place: the names of the current adapters that any engine has loaded."""
     match event:
         case ev.AdapterLoaded():
             loaded |= {event.adapter} & current_adapters(adapters).keys()
@@ -48,15 +48,15 @@ class AdapterVersion:
     size: int
     published_at: float
     removed_at: float | None = None
-    """When the adapter was removed, if this was then its current version."""
+    """Unix seconds at which the adapter was removed, if this was its version then."""
     loads: list[tuple[str, int, float, float]] = field(default_factory=list)
-    """(runner, incarnation, time, seconds that loading took) of each engine that loaded it."""
+    """(runner, incarnation, time, duration in seconds) of each load by an engine."""
     failures: list[tuple[str, int, float, str]] = field(default_factory=list)
-    """(runner, incarnation, time, error) of each engine that failed to load it."""
+    """(runner, incarnation, time, error) of each failed load."""
 
 
 def adapter_history(recorded: Iterable[Recorded]) -> list[AdapterVersion]:
-    """Return every published version of the adapters, in order, with its loads and its removal."""
+    """Return every published version of every adapter, in order, with its loads and its removal."""
     versions: dict[tuple[str, int], AdapterVersion] = {}
     for item in recorded:
         event, at = item.event, item.recorded_at

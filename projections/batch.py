@@ -1,7 +1,7 @@
 """Fold of a batch's stream into a `BatchState`.
 
-The coordinator and a replay both change a `BatchState` by `evolve` alone, so live and replayed states are equal.
-`evolve` reads no clock and no database. It changes the state in place: copy it first if you need the old one.
+Both the coordinator and a replay change a `BatchState` only by `evolve`, so live and replayed states are equal.
+`evolve` reads no clock and no database. It changes the state in place, so copy the state first if you need the old one.
 """
 
 from __future__ import annotations
@@ -20,59 +20,60 @@ from trinity_es.projections import metric_aggregation as aggregation
 __all__ = ["RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold"]
 
 RESULT_FORMS = 4
-"""Number of the newest form of `batch_result`. Each form changed how results are computed:
+"""Number of the newest form of `batch_result`. Each form computes results differently:
 
 1: eval tasks that lost runs have a `mean@n` of their own.
-2: an eval has one mean over all tasks and counts its missing runs.
-3: a mean over only some completed runs comes with the count of the runs that lack its metric; finished runs of partly
-delivered tasks count too.
-4: a train batch also counts the failed runs of its tasks."""
+2: an eval has one mean over all tasks and a count of its missing runs.
+3: a metric that some completed runs lack comes with a count of these runs. Finished runs of partly delivered tasks
+count too.
+4: a train batch also has a count of the failed runs of its tasks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """Unit on a runner, with the number of its runs that are still open."""
+    """Unit that a runner has."""
 
     unit: ev.Unit
     runner: str
     incarnation: int
     open_runs: int
+    """Number of its runs that have neither finished nor failed."""
     strikes: int = 0
-    """Earlier failed attempts that count against the unit."""
+    """Number of earlier failed attempts that count towards `max_attempts`."""
     model_version: int = 0
-    """Weights of the runner when it got the unit."""
+    """Weights version of the runner when it got the unit."""
     timeout: float = 0.0
-    """Limit of the attempt in seconds; 0: explorer.max_timeout."""
+    """Time limit of the attempt in seconds; 0 means explorer.max_timeout."""
     kept: ev.AttemptKept | None = None
-    """Record of what was kept of lost attempts, from which this attempt goes on."""
+    """Kept progress of lost attempts, from which this attempt continues."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskState:
     total_runs: int
     done: dict[int, ev.RunResult] = field(default_factory=dict)
-    """Result of each completed run, by run."""
+    """Run -> result of the completed run."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Message of the last failure of each run that failed for good, by run."""
+    """Run that failed for good -> message of its last failure."""
     payloads: list[ev.PayloadRef] = field(default_factory=list)
     seconds: float = 0.0
-    """Duration of its longest successful attempt."""
+    """Duration of the longest successful attempt."""
     first_error: str | None = None
     ended_by: str | None = None
     """The first failure after which runs were not attempted again."""
     is_eval: bool = False
-    """An eval task, whose experiences are not kept."""
+    """True for an eval task, whose experiences are not kept."""
     attempts: int = 0
-    """Highest number of an attempt so far."""
+    """Highest attempt number so far."""
     reopened: str = ""
-    """Id of the request that had the task run again; empty if none had."""
+    """Id of the client's request that reopened the task; empty if it was not reopened."""
 
     @property
     def settled(self) -> bool:
         return len(self.done) + len(self.failed) == self.total_runs
 
     def status(self) -> Status:
-        """Return the outcome so far: completed runs with their metrics, and a message if runs failed or are open."""
+        """Return the outcome so far: metrics of completed runs, and a message if other runs failed or are open."""
         message = None
         if len(self.done) < self.total_runs:
             message = f"{len(self.done)}/{self.total_runs} runs completed."
@@ -88,7 +89,7 @@ class TaskState:
 
 @dataclass(slots=True, kw_only=True)
 class BatchState:
-    """State of one batch as of its last event. Only `evolve` changes it."""
+    """State of one batch after its last event. Only `evolve` changes it."""
 
     batch_id: BatchId
     batch_type: BatchType
@@ -96,59 +97,60 @@ class BatchState:
     min_wait_num: int | None = None
     state: BatchLifecycleState = BatchLifecycleState.PENDING
     statuses: dict[int, Status] = field(default_factory=dict)
-    """Status of each settled task (finished, or failed after its last attempt), by task id."""
+    """Task -> status of the settled task (finished, or failed after its last attempt)."""
     final_result: dict[str, Any] | None = None
     tasks: list[TaskState] = field(default_factory=list)
     pending: OrderedDict[tuple[int, int], ev.Unit] = field(default_factory=OrderedDict)
-    """Units to dispatch, in order, by (task, first run). An OrderedDict, because a plain dict scans all deleted entries
+    """(task, first run) -> unit to dispatch, in order. An OrderedDict, because a plain dict scans all deleted entries
     to find its first."""
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
-    """Units on runners, by (task, first run)."""
+    """(task, first run) -> unit that a runner has."""
     avoid: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Runner on which the unit failed last, by (task, first run)."""
-    homes: dict[int, str] = field(default_factory=dict)
-    """Runner that last got a unit of the task, for tasks that are split into several units."""
+    """(task, first run) -> runner on which the unit failed last."""
+    last_runners: dict[int, str] = field(default_factory=dict)
+    """Task that is split into several units -> runner that last got one of them."""
     lost: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
-    """Runner and incarnation whose journal may have the beginning of a pending unit, by (task, first run)."""
+    """(task, first run) of a pending unit -> runner and incarnation whose journal may have its beginning."""
     kept: dict[tuple[int, int], ev.AttemptKept] = field(default_factory=dict)
-    """Record of what was kept of lost attempts at a pending unit, by (task, first run)."""
+    """(task, first run) of a pending unit -> kept progress of lost attempts."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Failed attempts that count against a pending unit, by (task, first run)."""
+    """(task, first run) of a pending unit -> number of failed attempts that count towards `max_attempts`."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Reason why each task was dropped unfinished."""
+    """Task that was dropped unfinished -> reason."""
     cut: set[int] = field(default_factory=set)
-    """Dropped tasks that can go on in a later batch, with what `kept` has of them."""
+    """Dropped tasks that a later batch can continue from their progress in `kept`."""
     continues: dict[int, ev.ContinuedTask] = field(default_factory=dict)
-    """What each of its tasks goes on with that an earlier batch cut, by task."""
+    """Task -> the task of an earlier batch that it continues."""
     failed_attempts: int = 0
     oldest_version: int | None = None
-    """Oldest weights version among the tokens of its completed runs."""
+    """Oldest weights version that made any tokens of completed runs."""
     experiences: list[ev.PayloadRef] = field(default_factory=list)
     trained_step: int | None = None
     max_attempts: int = 1
     detailed_stats: bool = False
     submission: str = ""
     additions: dict[str, int] = field(default_factory=dict)
-    """First task id that each request for more tasks added, by request id."""
+    """Id of a request for more tasks -> first task that it added."""
     partial: set[int] = field(default_factory=set)
     """Dropped tasks whose finished runs are still delivered."""
     groups: int = 0
-    """Minimum number of tasks with delivered experiences, while the batch is in the pipeline."""
+    """Minimum number of tasks with delivered experiences, set when the batch goes to the pipeline."""
     missing: ev.GroupsMissing | None = None
-    """Result of the pipeline if it left experiences of too few tasks, until tasks are added or run again."""
+    """Set if the pipeline left experiences of too few tasks, until tasks are added or reopened."""
     taken: dict[int, str] = field(default_factory=dict)
-    """Id of the request by which a scheduler took the task's results, by task."""
+    """Task -> id of the request by which a scheduler took its results."""
     paused: bool = False
-    """Pending units are not dispatched, because the scheduler was stopped."""
+    """True while pending units are not dispatched, because the scheduler was stopped."""
     timed_attempts: int = 0
-    """Attempts that count in the mean attempt time (see PaceMeasured)."""
+    """Number of attempts that count in the mean attempt time (see PaceMeasured)."""
     timed_seconds: float = 0.0
+    """Total duration of these attempts."""
     version: int = 0
-    """Stream version of the last event folded."""
+    """Stream version of the last folded event."""
 
     @property
     def completed_task_count(self) -> int:
-        """Number of settled tasks, finished or failed for good."""
+        """Number of tasks that finished or failed for good."""
         return len(self.statuses)
 
     @property
@@ -158,7 +160,7 @@ class BatchState:
 
     @property
     def has_enough(self) -> bool:
-        """True if the batch can be finalized: enough tasks are settled, and all that were added for missing groups."""
+        """True if enough tasks are settled to finalize the batch, and all added tasks are settled or dropped."""
         total = self.expected_task_count
         needed_count = total if self.min_wait_num is None else min(self.min_wait_num, total)
         added_tasks = range(total - self.added_task_count, total)
@@ -180,13 +182,13 @@ class BatchState:
 
     @property
     def failed_whole(self) -> bool:
-        """True if the batch is finalized, and no run of its delivered tasks succeeded."""
+        """True if the batch was finalized with tasks, and none of their runs succeeded."""
         if self.state is not BatchLifecycleState.FINALIZED or not self.statuses:
             return False
         return not any(self.tasks[task].done for task in self.statuses.keys() | self.partial)
 
     def task_status(self, task: int) -> Status:
-        """Return a task's status as a Scheduler gives it: one dict of metrics over all runs, and each run's own."""
+        """Return a task's status as a Scheduler does, with metrics of the whole task and those of each run."""
         state = self.tasks[task]
         status = state.status()
         if task in self.dropped and not status.ok:
@@ -200,26 +202,26 @@ class BatchState:
         return status
 
     def ready_tasks(self) -> list[int]:
-        """Return, in order, the tasks whose results can be taken: settled, or dropped and partly delivered."""
+        """Return the tasks whose results a scheduler can take, in order: settled, or dropped with finished runs."""
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 
 def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield each consecutive stretch as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
+    """Yield (first, length) of each stretch of consecutive numbers: [0, 1, 3] gives (0, 2), (3, 1)."""
     for _, stretch in groupby(enumerate(sorted(runs)), lambda pair: pair[1] - pair[0]):
         numbers = [run for _, run in stretch]
         yield numbers[0], len(numbers)
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
-    """Apply these events to `state`, or from the batch's first event on. None: there is no event."""
+    """Apply these events to `state`, or to a new state if it is None. Return None without state and events."""
     for event in events:
         state = evolve(state, event)
     return state
 
 
 def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
-    """Apply one event. Raises LogCorrupt if the event can't follow this state."""
+    """Apply one event to the state, in place, and return the state. Raises LogCorrupt if the event can't follow it."""
     if isinstance(event, ev.BatchSubmitted):
         return _initial_state(event, state.version if state else 0)
     if state is None:
@@ -240,7 +242,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 )
                 state.lost.pop(key, None)
                 if unit.runs < task.total_runs:
-                    state.homes[unit.task] = event.runner
+                    state.last_runners[unit.task] = event.runner
         case ev.TasksAdded():
             state.additions[event.request], state.missing = len(state.tasks), None
             if state.min_wait_num is not None:
@@ -290,7 +292,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
 
 
 def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
-    """Return the state of a batch just submitted. `version`: stream version before this event."""
+    """Return the state after a submission. `version`: stream version before this event."""
     state = BatchState(
         batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=0, min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
@@ -302,7 +304,7 @@ def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
 
 
 def _add_tasks(state: BatchState, event: ev.BatchSubmitted | ev.TasksAdded) -> None:
-    """Add the tasks of an event, numbered after the earlier ones, and their units in dispatch order."""
+    """Add the tasks of an event, numbered after the earlier ones, and queue their units."""
     evals = set(event.evals)
     for task, runs in enumerate(event.repeat_times, len(state.tasks)):
         state.tasks.append(TaskState(total_runs=runs, is_eval=task in evals))
@@ -314,14 +316,14 @@ def _add_tasks(state: BatchState, event: ev.BatchSubmitted | ev.TasksAdded) -> N
 
 
 def _count_seconds(state: BatchState, task: TaskState, seconds: float) -> None:
-    """Count an attempt in the mean attempt time, unless it is of an eval."""
+    """Count an attempt in the mean attempt time, unless it is an eval's."""
     if state.batch_type != "eval" and not task.is_eval:
         state.timed_attempts += 1
         state.timed_seconds += seconds
 
 
 def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
-    """Count runs of the unit `key` (task, first run) as ended; after its last run, remove it from `flights`."""
+    """Subtract `runs` from the open runs of the unit `key`, (task, first run). Remove the unit if none is left."""
     flight = state.flights.get(key)
     if flight is not None:
         flight.open_runs -= runs
@@ -330,7 +332,7 @@ def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
 
 
 def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
-    """Add the results of finished runs, and the task's status if it is settled now."""
+    """Add the results of finished runs. If the task is settled now, set its status."""
     task = state.tasks[event.task]
     for run in event.runs:
         task.done[run.run] = run
@@ -346,15 +348,15 @@ def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
 
 
 def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
-    """Put failed runs back into `pending`, or record them as failed for good."""
+    """Queue failed runs as new units, or record them as failed for good."""
     task = state.tasks[event.task]
     state.failed_attempts += 1
     if task.first_error is None:
         task.first_error = f"{event.kind}: {event.message}"
-    if event.kind == "timeout":  # if steps get longer and all time out, the mean must still grow
+    if event.kind == "timeout":  # so that the mean grows even if all attempts time out
         _count_seconds(state, task, event.seconds)
     flight = state.flights.get((event.task, event.run_id_base))
-    strikes = (0 if flight is None else flight.strikes) + event.blamed  # one attempt may fail in several events
+    strikes = (0 if flight is None else flight.strikes) + event.blamed  # an attempt may have several such events
     _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))
     if event.retry:
         for first_run, runs in contiguous(event.failed_runs):
@@ -362,7 +364,7 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
                 task=event.task, run_id_base=first_run, runs=runs, attempt=event.attempt + 1
             )
             state.avoid[event.task, first_run] = event.runner
-            if event.kind in ("runner_lost", "infra"):  # its workflow did nothing wrong and may go on
+            if event.kind in ("runner_lost", "infra"):  # not the workflow's fault, so the next attempt may continue it
                 state.lost[event.task, first_run] = event.runner, event.incarnation
                 if flight is not None and flight.kept is not None:
                     state.kept[event.task, first_run] = flight.kept
@@ -375,7 +377,7 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
 
 
 def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
-    """Note what was kept of a lost attempt. Its strike is taken back if it got further than the attempts before it."""
+    """Record the kept progress of a lost attempt. If it got further than earlier attempts, take its strike back."""
     key = event.task, event.run_id_base
     earlier = state.kept.get(key)
     if (event.tokens, event.steps) > ((0, 0) if earlier is None else (earlier.tokens, earlier.steps)):
@@ -385,7 +387,7 @@ def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
 
 
 def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
-    """Reset a task to its submitted state, but keep its attempt count, and the batch's times and oldest weights."""
+    """Reset a task to its submitted state, except for its attempt count. The batch's times and oldest version stay."""
     task = state.tasks[event.task]
     state.tasks[event.task] = TaskState(
         total_runs=task.total_runs, is_eval=task.is_eval, attempts=task.attempts, reopened=event.request
@@ -395,7 +397,7 @@ def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     state.partial.discard(event.task)
     state.cut.discard(event.task)
     state.missing = None
-    state.homes.pop(event.task, None)
+    state.last_runners.pop(event.task, None)
     for unit in event.units:
         state.pending[unit.task, unit.run_id_base] = unit
 
@@ -405,12 +407,12 @@ def batch_result(
 ) -> dict[str, Any]:
     """Return the result of finalize, computed from the state alone and bit-identical on every machine.
 
-    Keys: `batch_id, batch_type, finished_task_count, metrics`. `metric_aggregation.py` makes the metrics, of tasks in
-    order of id. `finished_task_count` and `failed_task_count` both count a task that failed for good. Its completed
-    runs count in the means. `missing_run_count` counts failed runs, which are not zeros in the means, and in an eval
-    the unfinished runs of dropped tasks. If some completed runs lack a metric, its mean is over the others and
-    `<name>/missing_run_count` counts those. Finished runs of dropped tasks count in the means if they are delivered,
-    but these tasks do not count as finished. `form`: 1 to `RESULT_FORMS`.
+    Keys: `batch_id, batch_type, finished_task_count, metrics`. `metric_aggregation.py` computes the metrics from the
+    tasks in order. A task that failed for good counts in both `finished_task_count` and `failed_task_count`, and its
+    completed runs count in the means. Failed runs do not count in the means but in `missing_run_count`. In an eval the
+    unfinished runs of dropped tasks count there too. A metric that some completed runs lack is averaged over the other
+    runs, and `<name>/missing_run_count` is the number of runs that lack it. Delivered runs of dropped tasks count in
+    the means, but these tasks do not count as finished. `form`: 1 to `RESULT_FORMS`.
     """
     is_eval, prefix = state.batch_type == "eval", aggregation.metric_prefix(state.batch_id, state.batch_type)
     counted = {**state.statuses, **{task: state.tasks[task].status() for task in state.partial if form > 2}}

@@ -1,4 +1,4 @@
-"""Texts of events that several views show: what an attempt goes on from, and why a batch was not finalized."""
+"""Texts for several views: on the kept progress of a lost attempt, and on the groups that a batch lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def counted(n: int, name: str) -> str:
 
 
 def kept_text(event: ev.AttemptKept) -> str:
-    """Describe what was kept of a lost attempt, by which runner, and which of its tokens can't be used."""
+    """Describe the progress of a lost attempt that was kept, its runner, and the tokens that can't be used."""
     answers = [counted(n, f"{form} answer") for form, n in (("whole", event.calls), ("partial", event.open_calls)) if n]
     parts = [f"{counted(event.tokens, 'token')} of {' and '.join(answers)}"] if answers else []
     if event.max_tokens and (event.calls, event.open_calls) == (0, 1):
@@ -27,7 +27,7 @@ def kept_text(event: ev.AttemptKept) -> str:
 
 
 def missing_text(event: ev.GroupsMissing) -> str:
-    """Return how many usable groups a batch has and lacks, and what took the others, in words."""
+    """Describe how many usable groups a batch has and needs, and the causes of the lost ones."""
     losses = ", ".join(f"{count} by {cause}" for cause, count in sorted(event.lost.items()))
     return (f"it has {counted(event.usable, 'usable group')} and needs {event.missing} more"
             + (f" (lost: {losses})" if losses else ""))

@@ -1,8 +1,8 @@
 """Fold of the experience queue: the experiences that train batches delivered, and how often each was taken.
 
-The fold takes BatchFinalized, ExperiencesTaken and the events that undo these, and needs about 16 bytes an experience.
-The queue holds the newest deliveries, up to `capacity` experiences. Older ones leave it, but stay in the log and the
-payload store. A batch's delivery also leaves when its payloads are freed or its id is submitted again.
+The fold uses BatchFinalized, ExperiencesTaken and the events that undo them. It needs about 16 bytes per experience.
+The queue holds the newest deliveries, up to `capacity` experiences. Older deliveries leave the queue, but stay in the
+log and the payload store. A delivery also leaves when its payloads are freed or the batch is submitted again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = [
 
 STREAM = "queue"
 REMEMBERED_REQUESTS = 4096
-"""Number of requests whose experiences are kept, to answer a client that repeats a request after losing the answer."""
+"""Number of requests whose results are kept, for clients that repeat a request because they lost the answer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Delivery:
-    """Experiences that one finalized train batch delivered; arrays are [experiences], in delivery order."""
+    """Experiences that one finalized train batch delivered. Arrays have an entry per experience, in delivery order."""
 
     batch_id: BatchId
     version: int
@@ -43,7 +43,7 @@ class Delivery:
     model_versions: npt.NDArray[np.int64]
     use_counts: npt.NDArray[np.int32]
     taken_at: npt.NDArray[np.float64]
-    """Unix seconds of the last take; -inf: never."""
+    """Unix seconds of the last take; -inf if never taken."""
     takes: list[tuple[ev.TakenItem, float, int | None]] = field(default_factory=list)
     """(item, unix seconds, training step) of each take."""
 
@@ -54,7 +54,7 @@ class Delivery:
         self.takes.append((item, at, step))
 
     def give_back(self, step: int) -> None:
-        """Undo the takes for steps after this one."""
+        """Undo the takes for training steps after `step`."""
         takes, self.takes = self.takes, []
         self.use_counts[:], self.taken_at[:] = 0, -math.inf
         for item, at, step_of_take in takes:
@@ -68,17 +68,19 @@ class QueueState:
 
     capacity: int
     deliveries: OrderedDict[tuple[str, int], Delivery] = field(default_factory=OrderedDict)
-    """Deliveries by (stream, version of BatchFinalized), in order of finalizing."""
+    """(batch stream, version of its BatchFinalized) -> delivery, in order of finalizing."""
     requests: OrderedDict[str, list[ev.TakenItem]] = field(default_factory=OrderedDict)
+    """Id of a client's request -> experiences that it got."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Batches whose deliveries are not loaded yet: first position by stream, newest first."""
+    """Batch stream -> first position, newest first, of batches whose deliveries are not loaded yet."""
     size: int = 0
+    """Number of experiences in `deliveries`."""
     unused: int = 0
-    """Experiences that capacity pushed out before they were ever taken."""
+    """Number of experiences that left because of the capacity and were never taken."""
 
 
 def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) -> QueueState:
-    """Apply one event of any stream. Changes the state in place."""
+    """Apply one event of any stream to the state, in place, and return the state."""
     match event:
         case ev.BatchFinalized() if event.result.get("batch_type") == "train" and event.selected:
             _add(state, stream, version, event)
@@ -104,11 +106,11 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
 
 
 def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
-    """Add the delivery of a finalized batch as the newest."""
+    """Add the delivery of a finalized batch at the end."""
     import numpy as np
 
     count = event.selected
-    versions = np.zeros(count, np.int64)  # 0 if the event does not have the version
+    versions = np.zeros(count, np.int64)  # 0 for experiences whose version the event does not have
     recorded: list[int] = []
     for repeats, version_of_weights in event.model_versions:
         recorded += [version_of_weights] * repeats
@@ -121,7 +123,7 @@ def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized)
 
 
 def _trim(state: QueueState) -> None:
-    """Remove the oldest deliveries beyond the capacity, but never the newest, and count what was not used of them."""
+    """Remove the oldest deliveries beyond the capacity, except for the newest one. Count their unused experiences."""
     while state.size > state.capacity and len(state.deliveries) > 1:
         _, oldest = state.deliveries.popitem(last=False)
         state.size -= len(oldest.use_counts)
@@ -137,7 +139,7 @@ def _remove(state: QueueState, stream: str) -> None:
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
     """Return the queue of a log. `delivered`: (stream, first position) of finalized train batches, newest first.
 
-    If no experience was ever taken, the deliveries stay `unread` until the first take.
+    If no experience was ever taken, the deliveries stay `unread`; the caller loads them before the first take.
     """
     state = QueueState(capacity=capacity, unread=dict(delivered))
     recorded = list(log.read(stream=STREAM))
@@ -155,7 +157,7 @@ def read_older(state: QueueState, log: EventLog) -> None:
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
-    """Return the BatchFinalized of the newest `unread` deliveries that together fill `room` experiences."""
+    """Return the BatchFinalized events of the newest `unread` batches that together fill `room` experiences."""
     freed = freed_positions(log.rare(["PayloadsFreed"]))
     deliveries = []
     for stream, first in unread.items():
@@ -171,7 +173,7 @@ def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorde
 
 
 def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
-    """Add the deliveries that `find_older` returned, without batches that were submitted again or freed meanwhile."""
+    """Add the deliveries from `find_older` before the present ones. Skip batches resubmitted or freed meanwhile."""
     unread = state.unread
     newer_deliveries, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
     for item in sorted(deliveries, key=lambda r: r.position):
@@ -180,11 +182,11 @@ def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
     state.deliveries |= newer_deliveries
     unused = state.unused
     _trim(state)
-    state.unused = unused  # a delivery that does not fit was counted when it left
+    state.unused = unused  # deliveries that don't fit were counted before
 
 
 def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:
-    """Return the references to `count` experiences, from index `first` of all that `refs` name in order."""
+    """Return references to `count` experiences from index `first` on, among all experiences of `refs` in order."""
     sliced = []
     for ref in refs:
         skip_count = min(first, ref.count)

@@ -1,7 +1,6 @@
-"""Payloads that batches refer to, and batches whose payloads `store.retention` freed.
+"""Payloads that events refer to, and batches whose payloads `store.retention` freed.
 
-A payload is named by its content, so several batches may share one. A shared payload is deleted when all its batches
-are freed.
+Equal payloads have the same digest, so several batches may share one. It is deleted when all of them are freed.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from trinity_es.events.values import batch_stream
 __all__ = ["EXPERIENCES", "experience_digests", "freed_positions"]
 
 EXPERIENCES = "experiences"
-"""Stream of events about experiences of no batch, or of many."""
+"""Stream of events about experiences of several batches, or outside of batches."""
 
 
 def freed_positions(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """Return the last position at which payloads were freed, by batch stream.
+    """Return {batch stream: last position at which the batch's payloads were freed}.
 
     Payloads of a submission after that position are not freed.
     """
@@ -32,7 +31,7 @@ def freed_positions(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """Return the digests of the payloads that these events name: of runs, of deliveries, and kept of lost attempts."""
+    """Return the digests of the payloads of runs, of deliveries and of lost attempts that these events name."""
     digests: set[str] = set()
     for item in recorded:
         match item.event:

@@ -1,6 +1,6 @@
-"""Folds of the hosts that joined the head's host: their current states, and the lives of each. Pure.
+"""Folds of the hosts that joined a run: their current states, and each host's lives (from a join to its end). Pure.
 
-The coordinator decides on this state in `actors/coordinator/decisions/host_decisions.py`.
+The coordinator's decisions on this state are in `actors/coordinator/decisions/host_decisions.py`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class Host:
 
     @property
     def there(self) -> bool:
+        """True if the host belongs to the run now."""
         return self.state in ("joined", "draining")
 
 
 Hosts = dict[str, Host]
-"""Every host that ever joined, by its name."""
+"""Host name -> state of each host that ever joined."""
 
 
 def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
-    """Apply one event in place. Events of an earlier epoch of a host change nothing."""
+    """Apply one event to `hosts`, in place. An event about an earlier epoch of a host changes nothing."""
     if isinstance(event, ev.HostJoined):
         hosts[event.host] = Host(
             event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)
@@ -57,7 +58,7 @@ def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
 
 
 def host_of(runner: str) -> str:
-    """Return the runner's host; empty for the head's own."""
+    """Return the name of the host of a runner `<name>@<host>`; "" for a runner of the head's own host."""
     return runner.rpartition("@")[2] if "@" in runner else ""
 
 
@@ -70,7 +71,7 @@ def left_reason(host: str, why: str) -> str:
 
 
 def went_with_host(runner: str, reason: str) -> bool:
-    """Return True if a runner that ended for this reason ended with its host, so that the runner is not at fault."""
+    """Return True if a runner that ended for this reason ended because its host was lost or left."""
     host = host_of(runner)
     return bool(host) and reason.startswith((lost_reason(host, ""), left_reason(host, "")))
 
@@ -84,7 +85,7 @@ class HostLife:
     state: str
     """`joined`, `draining`, `lost` or `left`."""
     since: float
-    """When this state began: unix seconds, like all fields that end in `_at`."""
+    """Unix seconds at which this state began. Fields that end in `_at` are unix seconds too."""
     joined_at: float
     draining_at: float | None = None
     ended_at: float | None = None
@@ -100,14 +101,14 @@ class HostLife:
 
 
 def host_lives(recorded: Iterable[Recorded]) -> list[HostLife]:
-    """Return the lives of all hosts, in the order in which they began."""
+    """Fold the events of stream `hosts` into the lives of all hosts, in the order in which they began."""
     lives: dict[tuple[str, int], HostLife] = {}
     hosts: Hosts = {}
     for item in recorded:
         event = cast(HostEvent, item.event)
         evolve_hosts(hosts, event)
         host = hosts.get(event.host)
-        if host is None or host.epoch != event.epoch:  # the event is about a life that is over
+        if host is None or host.epoch != event.epoch:  # the event is about an earlier life
             continue
         life = lives.setdefault((host.name, host.epoch), HostLife(
             host=host.name, epoch=host.epoch, state=host.state, since=item.recorded_at, joined_at=item.recorded_at,

@@ -1,6 +1,6 @@
-"""Fold of stream `leases`: external resources (sandboxes, sessions) that runs hold open. Pure.
+"""Fold of stream `leases`: the leases on external resources (sandboxes, sessions) that runs use. Pure.
 
-The coordinator decides on this state in `actors/coordinator/decisions/lease_decisions.py`.
+The coordinator's decisions on this state are in `actors/coordinator/decisions/lease_decisions.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["OpenLease", "OpenLeases", "check_attachment", "evolve_leases"]
 class OpenLease:
     taken: ev.LeaseTaken
     held: bool = False
-    """True if the provider reported the handle of the resource."""
+    """True if the provider created the resource and returned its handle."""
     handle: Any = None
     expires: float = 0.0
     """Unix seconds."""
     orphaned: str = ""
-    """Why its owner can no longer release it; empty while the owner can."""
+    """Why the owner can no longer release the resource; empty while the owner can."""
     error: str = ""
     tries: int = 0
-    """Number of recorded failed releases."""
+    """Number of failed releases, from the last recorded failure."""
 
     @property
     def taken_at(self) -> float:
@@ -40,7 +40,7 @@ class OpenLease:
 
     @property
     def state(self) -> str:
-        """`taken` (the provider has not reported a handle), `held`, or `orphaned`."""
+        """`taken` (the provider has not returned a handle yet), `held`, or `orphaned`."""
         return "orphaned" if self.orphaned else "held" if self.held else "taken"
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,11 +54,11 @@ class OpenLease:
 
 
 OpenLeases = dict[str, OpenLease]
-"""Unreleased leases by key, in the order in which they were taken."""
+"""Key -> lease, of leases that are not released, in the order in which they were taken."""
 
 
 def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
-    """Apply one event in place. Raises LogCorrupt if it can't follow those before."""
+    """Apply one event to `leases`, in place. Raises LogCorrupt if the event can't follow the earlier ones."""
     if isinstance(event, ev.LeaseTaken):
         if event.lease in leases:
             raise LogCorrupt(f"lease {event.lease} is taken twice")
@@ -84,7 +84,7 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
 
 
 def check_attachment(leases: OpenLeases, event: ev.Event) -> None:
-    """Raise LogCorrupt if a lease takes over the resource of another run, or of a lease that has none."""
+    """Raise LogCorrupt if a new lease takes over a resource that no earlier attempt at its run holds."""
     if isinstance(event, ev.LeaseTaken) and event.attaches:
         earlier, of = leases.get(event.attaches), (event.submission, event.unit.task, event.run)
         if earlier is None or not earlier.held or earlier.orphaned or of != (

@@ -1,12 +1,12 @@
-"""Aggregation of metrics: experience to run, run to task, task to batch.
+"""Aggregation of metrics: from experiences to a run, from runs to a task, from tasks to a batch.
 
-Pure functions, called by runners (experience to run) and by the fold of a batch (the rest). A replay must give the same
-bits on every machine, so every sum is `math.fsum`, which is correctly rounded. The order of additions in numpy's and
-Python's `sum` and `mean` depends on their version.
+All functions are pure. Runners aggregate experiences; the fold of a batch does the rest. A replay must give the same
+bits on every machine, so every sum is `math.fsum`, which is correctly rounded. (The order of additions in numpy's and
+Python's `sum` and `mean` depends on their version.)
 
-A suffix `:mean`, `:sum`, `:max`, `:min` or `:last` of a metric's name chooses its aggregation at every level; the
+A suffix `:mean`, `:sum`, `:max`, `:min` or `:last` of a metric's name selects its aggregation at every level. The
 default is the mean. Any other suffix belongs to the name. Values that are not numbers are left out. NaN and infinities
-raise DataError in all functions, since no event may hold them. Results are clamped to the largest float.
+raise DataError, since no event may hold them. Results are clamped to the largest float.
 
 The formulas are those of Trinity-RFT's `trinity/utils/metrics.py`; best@k and worst@k go back to verl's
 `trainer/ppo/metric_utils.py`.
@@ -37,29 +37,32 @@ _EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # with /mean if mo
 _LARGEST: Final = sys.float_info.max
 _DRAWS: Final = 1000
 _SEED: Final = 42
-# Best of k makes no sense for times.
+# Durations have no best of k.
 _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
-    """Aggregate the metrics of a run's experiences, in order. Names keep suffixes except `:mean`. Raises DataError."""
-    return {key: _REDUCTIONS[statistic](values) for key, (statistic, values) in _by_key(experiences).items()}
+    """Aggregate the metrics of a run's experiences, given in order. Names keep suffixes except `:mean`.
+
+    Raises DataError.
+    """
+    return {key: _REDUCTIONS[statistic](values) for key, (statistic, values) in _values_by_metric(experiences).items()}
 
 
 def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) -> Metrics:
-    """Aggregate the metrics of a task's runs, in order. Raises DataError.
+    """Aggregate the metrics of a task's runs, given in order. Raises DataError.
 
-    Training: as `aggregate_run`. Evals: each metric without a suffix gives `<name>/mean@n` and `<name>/std@n` over its
-    values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
-    over 1000 draws of k values with replacement of the best and the worst among them. The draws are those of
-    `np.random.RandomState(42).choice(values, k)`, the same for every metric. `n` is `total_runs`, but at least the
-    number of values, so that a task that lost runs has the same metric names as the others of its eval.
-    `time/run_execution` and `time/task_execution` are averaged.
+    In training this is `aggregate_run`. In evals, a metric without a suffix gives `<name>/mean@n` and `<name>/std@n`
+    (population std). It also gives `<name>/best@k` and `<name>/worst@k` for k = n and each power of two from 2 below n.
+    These are means over 1000 draws of k values with replacement, of the best and the worst value of a draw. The draws
+    are those of `np.random.RandomState(42).choice(values, k)`, the same for every metric. `n` is `total_runs`, but at
+    least the number of values, so that a task that lost runs has the same metric names as the other tasks.
+    `time/run_execution` and `time/task_execution` are only averaged.
     """
     if not is_eval:
         return aggregate_run(runs)
     aggregated: Metrics = {}
-    for key, (statistic, values) in _by_key(runs).items():
+    for key, (statistic, values) in _values_by_metric(runs).items():
         if statistic != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
             aggregated[key] = _REDUCTIONS[statistic](values)
             continue
@@ -73,35 +76,36 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) 
 
 
 def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
-    """Aggregate the metrics of a train batch's tasks, in order. Raises DataError.
+    """Aggregate the metrics of a train batch's tasks, given in order. Raises DataError.
 
-    Gives `<prefix>/<name>/mean`, `/max` and `/min`, or for a name with a suffix only `<prefix>/<name>/<suffix>`.
+    A metric gives `<prefix>/<name>/mean`, `/max` and `/min`. With a suffix it gives only `<prefix>/<name>/<suffix>`.
     """
-    return _over_tasks(tasks, prefix, ("mean", "max", "min"))
+    return _aggregate_over_tasks(tasks, prefix, ("mean", "max", "min"))
 
 
 def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_stats: bool = False) -> Metrics:
-    """Aggregate the metrics of an eval's tasks, in order. Raises DataError.
+    """Aggregate the metrics of an eval's tasks, given in order. Raises DataError.
 
-    Gives `<prefix>/<name>`, the mean over the tasks, or with `detailed_stats` `<prefix>/<name>/mean`, `/max`, `/min`
-    and `/std` (population). For a name with a suffix: `<prefix>/<name>/<suffix>`.
+    A metric gives its mean over the tasks as `<prefix>/<name>`. With `detailed_stats` it gives `<prefix>/<name>/mean`,
+    `/max`, `/min` and `/std` (population). With a suffix it gives `<prefix>/<name>/<suffix>`.
     """
-    return _over_tasks(tasks, prefix, ("mean", "max", "min", "std") if detailed_stats else ())
+    return _aggregate_over_tasks(tasks, prefix, ("mean", "max", "min", "std") if detailed_stats else ())
 
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
-    """Return the number of runs that lack a metric, for each averaged metric that other runs have. Raises DataError."""
+    """Return {averaged metric: number of runs without it}, for metrics that some runs have. Raises DataError."""
     run_count, counts_by_name = 0, Counter[str]()
     for metrics in runs:
         run_count += 1
-        counts_by_name.update(key for key, (statistic, _) in _by_key([metrics]).items() if statistic == "mean")
+        averaged = (key for key, (statistic, _) in _values_by_metric([metrics]).items() if statistic == "mean")
+        counts_by_name.update(averaged)
     return {name: run_count - count for name, count in counts_by_name.items() if count < run_count}
 
 
-def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
-    """Compute `stats` of each metric over the tasks; if they are empty, only the mean, as `<prefix>/<name>`."""
+def _aggregate_over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
+    """Compute `stats` of each metric over the tasks. If `stats` is empty, compute the mean as `<prefix>/<name>`."""
     aggregated: Metrics = {}
-    for key, (statistic, values) in _by_key(tasks).items():
+    for key, (statistic, values) in _values_by_metric(tasks).items():
         name = f"{prefix}/{_parse(key)[0]}" if prefix else _parse(key)[0]
         if statistic == "mean" and not stats:
             aggregated[name] = _mean(values)
@@ -112,13 +116,13 @@ def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -
 
 @lru_cache(maxsize=4096)
 def _parse(key: str) -> tuple[str, str]:
-    """Return (name, aggregation): ("a", "sum") for "a:sum", ("a:b", "mean") for "a:b"."""
+    """Split a metric's name into (name, aggregation): ("a", "sum") for "a:sum", ("a:b", "mean") for "a:b"."""
     name, colon, suffix = key.rpartition(":")
     return (name, suffix) if colon and suffix in _REDUCTIONS and suffix != "std" else (key, "mean")
 
 
-def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
-    """Return (aggregation, values) by name, with suffix but without `:mean`. "a" and "a:mean" are one metric."""
+def _values_by_metric(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
+    """Collect each metric's values: return {name with suffix but without `:mean`: (aggregation, values)}."""
     values_by_name: dict[str, tuple[str, list[float]]] = {}
     for metrics in dicts:
         for key, value in metrics.items():
@@ -132,7 +136,7 @@ def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
 
 
 def _number(key: str, value: Any) -> float | None:
-    """Return a metric's value as a float; None if it is no number. Raises DataError if it is not finite."""
+    """Return a metric's value as a float, or None if it is no number. Raises DataError if it is not finite."""
     if not isinstance(value, (int, float)) and not isinstance(value, Real):  # Real is an abstract class: slow
         return None
     number = float(value)
@@ -146,10 +150,10 @@ def _clamp(value: float) -> float:
 
 
 def _total(values: Sequence[float], divisor: int = 1) -> float:
-    """Return the sum divided by `divisor`: the sum is rounded once, then the quotient."""
+    """Return the sum of the values divided by `divisor`. The sum is rounded once, then the quotient."""
     try:
         return math.fsum(values) / divisor
-    except OverflowError:  # sum at a smaller scale; powers of two change no digit
+    except OverflowError:  # add scaled values; a scale that is a power of two changes no digit
         scale = 2.0 ** len(values).bit_length()
         return _clamp(math.fsum(v / scale for v in values) / divisor * scale)
 
@@ -166,14 +170,14 @@ def _std(values: Sequence[float]) -> float:
 
 _REDUCTIONS: Final[dict[str, Callable[[list[float]], float]]] = {
     "mean": _mean, "sum": _total, "max": max, "min": min, "last": lambda values: values[-1], "std": _std}
-"""Statistics by name. All but `std` are also suffixes of metrics' names."""
+"""Name -> statistic. All names but `std` are also suffixes of metrics."""
 
 
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
-    """Return a bit mask for each of n positions: the draws that contain the position.
+    """Return a bit mask for each of n values, whose bits are the draws of k values that contain it.
 
-    One `choice` of 1000 draws gives what 1000 calls would. numpy keeps the stream of a RandomState frozen.
+    One `choice` of 1000 draws gives the same as 1000 calls. numpy guarantees that RandomState's stream never changes.
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
@@ -184,10 +188,10 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
 
 
 def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
-    """Estimate best@k and worst@k: over many random draws of k values, the mean of the largest and of the smallest.
+    """Return best@k and worst@k: the means over the draws of the largest and of the smallest of their k values.
 
-    A value is the largest of each draw that contains it and no larger value. So it is enough to count draws from the
-    largest value down, as bits of one number for each value.
+    A value is the largest of a draw that contains it and no larger value. So it is enough to go through the values from
+    the largest down and count draws, as bits of a number.
     """
     draws = _draws(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)
@@ -195,7 +199,7 @@ def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
 
 
 def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[int, ...]) -> float:
-    """Return the mean over the draws of the first value in `order` that each contains. `draws`: see `_draws`."""
+    """Return the mean, over all draws, of the first value in `order` that the draw contains. `draws`: see `_draws`."""
     open_draws = (1 << _DRAWS) - 1
     terms = []
     for i in order:
@@ -217,13 +221,13 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
 
 
 def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return the number of runs that the mean reward of a batch leaves out: failed runs, and runs without a reward."""
+    """Return the number of runs that a batch's mean reward leaves out, because they failed or have no reward."""
     prefix = metric_prefix(batch_id, batch_type)
     return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
-    """Return the mean reward of a result. Of several `mean@n` (logs from before 2026-11), the largest n counts."""
+    """Return the mean reward in a batch's result, or None. Of several `mean@n` (before 2026-11), take the largest n."""
     metrics = result["metrics"]
     if "rollout/reward/mean" in metrics:
         return float(metrics["rollout/reward/mean"])

@@ -1,6 +1,6 @@
-"""Folds of runners' lives and of the current weights. Pure.
+"""Folds of runners' lives (incarnations of their processes) and of the current weights. Pure.
 
-The coordinator decides on these states in `actors/coordinator/decisions`.
+The coordinator's decisions on these states are in `actors/coordinator/decisions`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = [
 
 class RunnerState(StrEnum):
     STARTED = "started"
-    """The process has answered; its engine is loading."""
+    """The process has answered, and its engine is loading."""
     READY = "ready"
-    """The engine serves, and the runner may get units."""
+    """The engine has loaded, and the runner may get units."""
     FAILED = "failed"
     """The engine did not load, died, or lacks a LoRA adapter. The process lives but gets no units."""
     RETIRED = "retired"
     LOST = "lost"
-    """The process is gone, and a new life follows."""
+    """The process is gone, and the guardian starts another."""
     QUARANTINED = "quarantined"
-    """The process is gone, and no new life follows until a person asks for one."""
+    """The process is gone, and no other is started until a person asks for it."""
 
     @property
     def gone(self) -> bool:
@@ -50,12 +50,12 @@ class RunnerLife:
     """Maximum number of concurrent units; 0 until it is ready."""
     model_version: int = 0
     served: bool = False
-    """True if it has ever had the current version. Then it keeps serving when it can't load a newer one."""
+    """True if it ever had the current weights. Then it keeps getting units if it can't load a newer version."""
     refused: tuple[int, str] | None = None
-    """(version, error) of its last load, if that failed."""
+    """(version, error) of its last load of weights, if that failed."""
 
     def refuses(self, weights: Weights) -> str:
-        """Return the error with which the runner failed to load these weights; empty if it has them or did not try."""
+        """Return the error with which the runner failed to load these weights; "" if it has them or did not try."""
         version, error = self.refused or (None, "")
         return error if version == weights.version != self.model_version else ""
 
@@ -70,7 +70,7 @@ class Weights:
 
     @property
     def in_memory_only(self) -> bool:
-        """True if no disk has a copy of them."""
+        """True if the weights are in memory and not on a disk."""
         return self.method in ("memory", "nccl")
 
 
@@ -81,22 +81,23 @@ RunnerEvent = (
 
 
 Lives = dict[tuple[str, int], RunnerLife]
+"""(runner, incarnation) -> life."""
 
 
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
-    """Return the runner's life with the highest incarnation.
+    """Return the runner's life with the highest incarnation, or None.
 
-    If two systems compete for the log, an earlier life may be the one that serves.
+    If two systems compete for the log, an earlier life may be the one that runs.
     """
     return max((life for (runner, _), life in lives.items() if runner == name), key=lambda life: life.incarnation,
                default=None)
 
 
 def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
-    """Apply one event of a runner's stream in place; `weights` are the current ones at that event.
+    """Apply one event of a runner's stream to `lives`, in place. `weights`: those that were current at the event.
 
-    The first event of a life may be its end. A life may start twice, because a new coordinator records the states of
-    the runners again.
+    The first event of a life may be its end. A life may have several starts, because a new coordinator records the
+    states of all runners again.
     """
     event = cast(RunnerEvent, event)
     key = event.runner, event.incarnation
@@ -121,7 +122,7 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
         case ev.WeightsLoaded():
             life.model_version, life.served, life.refused = event.version, True, None
         case ev.WeightsFailed():
-            life.refused = event.version, event.error  # it goes on with its weights
+            life.refused = event.version, event.error  # it keeps its present weights
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:

@@ -1,6 +1,6 @@
 """Fold of the external servers that are engines of the rollout model (`engine_type: http`). Pure.
 
-The coordinator decides on this state in `actors/coordinator/decisions/server_decisions.py`.
+The coordinator's decisions on this state are in `actors/coordinator/decisions/server_decisions.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Server:
     url: str
     runner: str
     wanted: bool
-    """True if it should be an engine. If not, its runner retires or has retired."""
+    """True if the server should be an engine. False after its removal, when its runner retires or has retired."""
     by: Literal["list", "scale"]
-    """Source of the last change: the server list or `trinity-es scale`."""
+    """Source of the last change: the config's server list or `trinity-es scale`."""
 
 
 Servers = dict[str, Server]
-"""All servers, removed ones included, by URL."""
+"""URL -> server, removed servers included."""
 
 
 def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -> None:

@@ -1,7 +1,7 @@
-"""Timeline of one batch: the attempts of each task, each run, and the batch's own events.
+"""Timeline of one batch: the attempts of each task, the runs, and the events of the batch as a whole.
 
-A pure fold of the batch's events, from which all views of a batch are made. Times are those that the log recorded.
-Payloads are named, not read.
+All views of a batch are made from this pure fold of its events. Times are the `recorded_at` of events, in unix seconds.
+Payloads are referenced and not read.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Attempt:
     runner: str
     incarnation: int
     model_version: int
-    """Weights version at dispatch; after it finished, the newest version among its tokens."""
+    """Weights version at dispatch or, after runs finished, the newest version that made any of their tokens."""
     dispatched_at: float
     ended_at: float | None = None
     outcome: str = "running"
-    """`running`, `finished`, `dropped`, or the kind of its failure."""
+    """`running`, `finished`, `dropped`, or the kind of the failure."""
     message: str = ""
     completed_runs: int = 0
     seconds: float | None = None
@@ -50,7 +50,7 @@ class Attempt:
     dispatched_version: int
     dispatch_position: int
     kept: ev.AttemptKept | None = None
-    """Record of what lost attempts had, from which this one goes on."""
+    """Kept progress of lost attempts, from which this attempt continued."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class TaskTimeline:
     rewards: list[float] = field(default_factory=list)
     response_tokens: int = 0
     version: int | None = None
-    """Newest weights version among its tokens."""
+    """Newest weights version that made any of its tokens."""
     ended_at: float | None = None
     reason: str = ""
-    """Why it was dropped, or the text of its last failure."""
+    """Why the task was dropped, or the text of its last failure."""
 
     @property
     def reward(self) -> float | None:
@@ -75,13 +75,13 @@ class TaskTimeline:
 
 @dataclass(slots=True, kw_only=True)
 class RunRow:
-    """One run of a task with the outcome of its last attempt."""
+    """One run of a task, with the outcome of its last attempt."""
 
     batch_id: BatchId
     task: int
     run: int
     outcome: str
-    """`finished`, or the kind of its last failure."""
+    """`finished`, or the kind of the last failure."""
     message: str = ""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -95,24 +95,23 @@ class RunRow:
     dispatched_version: int | None = None
     """Weights version that the runner had when it got the unit."""
     model_version: int | None = None
-    """Oldest version among the unit's tokens."""
+    """Oldest version that made any of the unit's tokens."""
     model_version_end: int | None = None
-    """Newest version among the unit's tokens."""
+    """Newest version that made any of the unit's tokens."""
     seconds: float = 0.0
-    """Duration of the unit that the runner measured."""
+    """Duration of the unit, as measured by the runner."""
     dispatched_at: float | None = None
-    """Unix seconds, like `finished_at`."""
     finished_at: float
     dispatch_position: int | None = None
     finish_position: int
     unit_payload: ev.PayloadRef | None = None
     payload: ev.PayloadRef | None = None
-    """This run's experiences, or the whole unit's if the counts of each run don't add up to it. None for evals and
-    failures, whose experiences are not kept."""
+    """This run's experiences, or the whole unit's if the counts of its runs don't add up to the payload's. None for
+    evals and failed runs, whose experiences are not kept."""
     dropped_by: list[str] = field(default_factory=list)
-    """Pipeline operators that dropped one of its experiences."""
+    """Pipeline operators that dropped any of its experiences."""
     kept: ev.AttemptKept | None = None
-    """Record of what lost attempts had, from which this one went on."""
+    """Kept progress of lost attempts, from which the attempt continued."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,11 +127,11 @@ class BatchTimeline:
     last_at: float = 0.0
     ended_at: float | None = None
     finalizing_at: float | None = None
-    """When finalizing last began."""
+    """Time at which finalizing last began."""
     finalized_position: int | None = None
     tasks: list[TaskTimeline] = field(default_factory=list)
     added_at: dict[int, float] = field(default_factory=dict)
-    """When each task was added that was not submitted with the batch, by task."""
+    """Task that was added after the submission -> time of the addition."""
     rows: list[RunRow] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """(time, text) of each event of the batch as a whole."""
@@ -143,7 +142,7 @@ class BatchTimeline:
 
     @property
     def versions(self) -> dict[int, int]:
-        """Number of tasks by the newest weights version among their tokens."""
+        """Newest weights version that made any of a task's tokens -> number of such tasks."""
         return dict(Counter(t.version for t in self.tasks if t.version is not None))
 
     @property
@@ -152,12 +151,12 @@ class BatchTimeline:
                 for name in ("finished", "failed", "dropped", "running", "pending")}
 
     def row(self, task: int, run: int) -> RunRow | None:
-        """Return the last row of this run; None if the run has not ended."""
+        """Return the last row of this run, or None if the run has not ended."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
 
 def fold_timeline(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
-    """Fold a batch's events into a new timeline or into `timeline`, in place. Raises BatchNotFound without events."""
+    """Fold a batch's events into a new timeline, or into `timeline` in place. Raises BatchNotFound without events."""
     for item in recorded:
         timeline = evolve_timeline(timeline, item)
     if timeline is None:
@@ -166,7 +165,7 @@ def fold_timeline(recorded: Iterable[Recorded], timeline: BatchTimeline | None =
 
 
 def evolve_timeline(timeline: BatchTimeline | None, item: Recorded) -> BatchTimeline:
-    """Fold one event into the timeline, in place; the first event of a batch makes a new timeline."""
+    """Fold one event of a batch into its timeline, in place, and return it. A submission makes a new timeline."""
     event = item.event
     state = evolve(None if timeline is None else timeline.state, event)
     if isinstance(event, ev.BatchSubmitted):
@@ -182,7 +181,7 @@ def evolve_timeline(timeline: BatchTimeline | None, item: Recorded) -> BatchTime
 
 
 def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
-    """Update tasks, rows and turns of the timeline, whose state is already that after the event."""
+    """Update tasks, rows and turns of a timeline by an event. Its `state` already includes the event."""
     at = item.recorded_at
     text = ""
     match event:
@@ -286,7 +285,7 @@ def _apply_finished(timeline: BatchTimeline, item: Recorded, event: ev.RunsFinis
 
 
 def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFailed) -> None:
-    """Update attempt and task of failed runs; add their rows if they are given up."""
+    """Update attempt and task after runs failed. If the runs failed for good, add their rows."""
     task = timeline.tasks[event.task]
     attempt = _find_attempt(task, event)
     if attempt is not None:
@@ -301,7 +300,7 @@ def _apply_failed(timeline: BatchTimeline, item: Recorded, event: ev.AttemptFail
 
 
 def _update_unfinished(timeline: BatchTimeline, task: TaskTimeline, at: float) -> None:
-    """Update the state of a task after some of its runs ended: failed if it is settled, pending if none runs."""
+    """Update the state of a task after runs ended: failed if it is settled, pending if no attempt is running."""
     if timeline.state.tasks[task.task].settled:
         task.state, task.ended_at = "failed", at
     elif not any(a.outcome == "running" for a in task.attempts):
@@ -311,7 +310,7 @@ def _update_unfinished(timeline: BatchTimeline, task: TaskTimeline, at: float) -
 def _unit_fields(
     timeline: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
 ) -> dict[str, Any]:
-    """Return the fields that the rows of an event's runs have in common."""
+    """Return the fields of RunRow that are the same for all runs of an event."""
     fields: dict[str, Any] = {
         "batch_id": timeline.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
         "attempt": event.attempt, "runner": event.runner, "incarnation": event.incarnation, "seconds": event.seconds,
@@ -324,13 +323,13 @@ def _unit_fields(
 
 
 def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
-    """Return the attempt that the event is about; None if it was not dispatched since the submission."""
+    """Return the task's attempt that the event names, or None if it was not dispatched since the submission."""
     key = attrgetter("run_id_base", "attempt", "runner", "incarnation")
     return next((attempt for attempt in reversed(task.attempts) if key(attempt) == key(event)), None)
 
 
 def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:
-    """Set `dropped_by` of each row. Ids are `batch/task/run/step/suffix`, and the batch part may contain slashes."""
+    """Set `dropped_by` of each row. In the ids `batch/task/run/step/suffix` the batch may contain slashes."""
     operators_by_run: dict[tuple[str, str], list[str]] = {}
     for operator, uids in event.dropped_by.items():
         for uid in uids:
@@ -342,7 +341,7 @@ def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:
 
 
 def as_json(timeline: BatchTimeline) -> dict[str, Any]:
-    """Return a timeline as plain JSON, without its rows."""
+    """Return a timeline as plain JSON, without rows."""
     state = timeline.state
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
@@ -358,7 +357,7 @@ def as_json(timeline: BatchTimeline) -> dict[str, Any]:
 
 
 def _shown_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an attempt or task without those that only other views need."""
+    """Return the dict of an attempt's or task's fields that `as_json` shows. For `asdict`."""
     return {name: value for name, value in pairs if name not in ("dispatched_version", "dispatch_position")}
 
 
@@ -366,15 +365,15 @@ def select_runs(
     rows: Iterable[RunRow], *, sort: Sort = "reward", descending: bool = True, task: int | None = None,
     outcome: str | None = None,
 ) -> Sequence[RunRow]:
-    """Return the runs of one task or outcome, or all, sorted; rows without a value come last in both directions."""
+    """Filter runs by task and outcome, and sort them. Rows without a value come last in both directions."""
     runs = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
     column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
-    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run  # by task, then by run
+    value = attrgetter(column) if sort != "task" else lambda r: r.task * 1e6 + r.run  # task first, then run
     return sort_known_first(runs, value, descending)
 
 
 def sort_known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
-    """Sort rows by a value. Rows without a value come last in both directions."""
+    """Return rows sorted by `value`. Rows for which it is None come last in both directions."""
     pairs = [(row, value(row)) for row in rows]
     valued = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)
     return [*(row for row, _ in valued), *(row for row, v in pairs if v is None)]

@@ -1,7 +1,7 @@
-"""Breakdown of a batch's time along the task that settled last. Pure.
+"""Breakdown of a batch's duration along the task that settled last. Pure.
 
-A batch waits for its last task, so the batch's time consists of this task's waits for a runner, this task's attempts,
-and the pipeline.
+A batch waits for its last task. So its duration consists of this task's waits for a runner, of this task's attempts,
+and of the pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Segment:
 
 
 def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> list[Segment]:
-    """Split the time of a batch, from submission to its end or last event, into consecutive segments.
+    """Split the time of a batch from its submission to its end (or last event) into consecutive segments.
 
     `outages`: intervals without a coordinator, from `Log.without_coordinator`.
     """
@@ -66,7 +66,7 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
 
 
 def longest_segment(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> Segment | None:
-    """Return the longest segment with a fault if it is at least a quarter of the time, else the longest of all."""
+    """Return the longest segment with a fault that takes at least a quarter of the time, else the longest segment."""
     parts = segments(timeline, outages)
     total = sum(p.seconds for p in parts)
     faults = [p for p in parts if p.fault and p.seconds >= total / 4]
@@ -74,7 +74,10 @@ def longest_segment(timeline: BatchTimeline, outages: Sequence[tuple[float, floa
 
 
 def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> float | None:
-    """Return the start of the outage that lost an attempt. The next coordinator's start records such a loss."""
+    """Return the start of the outage in which an attempt was lost, or None if no outage caused its end.
+
+    The next coordinator records such a loss when it starts, so the attempt ends when the outage ends.
+    """
     if attempt.outcome != "runner_lost":
         return None
     return next((start for start, end in outages if end == attempt.ended_at), None)
@@ -85,14 +88,14 @@ def _has_failed(attempt: Attempt) -> bool:
 
 
 def _usual_seconds(timeline: BatchTimeline) -> float | None:
-    """Return the median duration of the finished attempts; None if there are fewer than three."""
+    """Return the median duration of finished attempts, or None for fewer than three."""
     durations = [a.ended_at - a.dispatched_at for t in timeline.tasks for a in t.attempts
                  if a.outcome == "finished" and a.ended_at is not None]
     return median(durations) if len(durations) > 2 else None
 
 
 def _attempt_text(task: TaskTimeline, attempt: Attempt, ended_at: float, usual_seconds: float | None) -> str:
-    """Describe an attempt that ended at this time: its failure, or how much slower than usual it was."""
+    """Describe an attempt: its failure, or how much longer than usual it took."""
     text = f"task {task.task} attempt {attempt.attempt} on {attempt.runner} #{attempt.incarnation}"
     if _has_failed(attempt):
         return f"{text} failed, {attempt.outcome}: {attempt.message}"

@@ -1,6 +1,6 @@
-"""Units of one runner in some batches, and their outcomes. Pure.
+"""Fold of one runner's units and their outcomes. Pure.
 
-The fold reads the stored JSON without making event objects, because it covers many batches.
+It covers many batches, so it reads the stored JSON without making event objects.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ WORK = ("TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed")
 
 @dataclass(slots=True, kw_only=True)
 class RunnerWork:
-    """Work of one runner in one batch, over all its lives or in one."""
+    """Work of one runner, in all its incarnations or in one."""
 
     units: int = 0
     runs: int = 0
     response_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    """Sum over all attempts, as the runner measured them; concurrent attempts each count in full."""
+    """Total duration of the attempts, as measured by the runner. Concurrent attempts each count in full."""
     versions: set[int] = field(default_factory=set)
-    """Weights versions that it had when it got its units."""
+    """Weights versions that the runner had when it got its units."""
     first_at: float | None = None
     last_at: float | None = None
 
 
 def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None = None) -> RunnerWork:
-    """Fold these events, skipping those of other runners."""
+    """Fold these events into the work of one runner. Events of other runners are skipped."""
     work = RunnerWork()
     counted_attempts: set[tuple[int, ...]] = set()
     for item in recorded:

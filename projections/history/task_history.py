@@ -1,4 +1,4 @@
-"""History of one task, for `trinity-es show BATCH --task N`: its attempts, runners, weights and outcome. Pure."""
+"""Fold of one task's history, for `trinity-es show BATCH --task N`: attempts, runners, weights, outcome. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 
 @dataclass(frozen=True, slots=True)
 class TaskEvent:
-    """Event of the task, or of its batch while the task was open."""
+    """Event in the history of a task, described in words."""
 
     at: float
     position: int
@@ -42,17 +42,18 @@ class TaskHistory:
     turns: list[TaskEvent] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     made: dict[int, RunRow] = field(default_factory=dict)
+    """Run -> row of each finished run."""
     other_prompt_tokens: int = 0
-    """Prompt tokens besides those of `made` (see `RunsFinished`)."""
+    """Prompt tokens in addition to those of `made` (see `RunsFinished`)."""
     other_response_tokens: int = 0
     delivered: list[ev.PayloadRef] = field(default_factory=list)
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
-    """Ids of this task's experiences that were dropped, by pipeline operator."""
+    """Pipeline operator -> ids of this task's experiences that it dropped."""
     trained_step: int | None = None
 
 
 def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
-    """Fold a batch's events into the history of one task. Raises BatchNotFound if it lacks the task."""
+    """Fold a batch's events into the history of one task. Raises BatchNotFound if the batch lacks the task."""
     timeline: BatchTimeline | None = None
     history: TaskHistory | None = None
     for item in recorded:
@@ -79,7 +80,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
 
 
 def _submission_text(continued: ev.ContinuedTask | None) -> str:
-    """Describe the submission of a task. `continued`: the cut task that it goes on with, if any."""
+    """Describe the submission of a task. `continued`: the cut task that it continues, if any."""
     if continued is None:
         return "submitted"
     times = "once" if continued.cuts == 1 else f"{continued.cuts} times"
@@ -87,7 +88,7 @@ def _submission_text(continued: ev.ContinuedTask | None) -> str:
 
 
 def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
-    """Add an event to the history, if it is about the task or about its batch while the task was open."""
+    """Add an event to the history if it concerns the task."""
     task, state = history.task, timeline.state
     open_before = history.state in ("pending", "running")
     history.state, history.reason = timeline.tasks[task].state, timeline.tasks[task].reason
@@ -140,7 +141,7 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
 
 
 def prompt_of(task: dict[str, Any] | None) -> str | None:
-    """Return the prompt of a submitted task as text; None if it has none or can't be decoded."""
+    """Return the prompt of a submitted task as text; None if there is none or the task can't be decoded."""
     try:
         prompt = task_from_dict(task).task_desc if task else None
     except (TypeError, AttributeError):  # recorded by an older or newer release

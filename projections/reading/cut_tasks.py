@@ -1,4 +1,4 @@
-"""Tasks that train batches cut and no later batch goes on with (`synchronizer.in_flight: cut`)."""
+"""Tasks that train batches cut (stopped unfinished) for a later batch to continue (`synchronizer.in_flight: cut`)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _TYPES = ["BatchSubmitted", "TaskDropped", "TaskReopened", "BatchFinalized"]
 
 
 class CutTasks:
-    """Reader of the cut tasks of a log, which reads only new events each time."""
+    """Reader of a log's cut tasks, which reads only new events at each call."""
 
     def __init__(self) -> None:
         self._position = 0
         self._open: dict[str, dict[int, None]] = {}
-        """Cut tasks of each batch that is not finalized, by its stream."""
+        """Stream of each batch that is not finalized -> its cut tasks."""
         self._waiting: dict[tuple[BatchId, int], None] = {}
-        """(batch, task) of each cut task that no batch goes on with, as keys in the order of their ends."""
+        """(batch, task) of each cut task that no batch continues, as ordered keys."""
 
     def waiting(self, log: Log) -> list[tuple[BatchId, int]]:
-        """Return batch and number of each cut task that no batch goes on with, in the order of their ends.
+        """Return (batch, task) of each cut task that no batch continues, in the order in which the batches ended.
 
-        A batch that is submitted again takes its tasks back.
+        A batch that is submitted again plays its tasks itself, so they are left out.
         """
         for recorded in log.read(types=_TYPES, after=self._position):
             self._position, stream = recorded.position, recorded.stream
@@ -46,7 +46,7 @@ class CutTasks:
 
 
 def continuations(log: Log, batch_id: BatchId, task: int) -> list[TaskEvent]:
-    """Return each submission of a batch that goes on with this cut task, as events of the task."""
+    """Return an event of this cut task for each submission of a batch that continues it."""
     return [
         TaskEvent(recorded.recorded_at, recorded.position,
                   f"goes on as task {continued.task} of batch {event.batch_id}")

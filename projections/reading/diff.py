@@ -1,9 +1,9 @@
 """Differences between two moments of a batch, between two logs, and between two runs.
 
-Two logs with a common beginning (a copy, a fork, a restored log that went on) are compared by the hash chain. Equal
+Two logs with a common beginning (one is a copy, or was restored and continued) are compared by the hash chain. Equal
 hashes at a position mean equal events up to it, so a binary search finds the first difference. Two independent runs
 share no hash. They are compared by content, batch by batch in the order of the first run: tasks, weights, outcomes of
-tasks (runs, rewards, tokens), result, and training. Runners, times and durations don't count as differences.
+tasks (runs, rewards, tokens), result, and training. Runners, times and durations are not compared.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = [
 
 _TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
 OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file", "hosts.key_file"}
-"""Settings that identify a run, so they always differ between two runs."""
+"""Settings that identify a run. They differ between any two runs, so they are not compared."""
 MISSING = "(none)"
-"""Value of a key that one side lacks."""
+"""Value in a `Change` for a key that one side lacks."""
 CONTEXT = 3
 """Number of events shown before and after the first difference of two logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Value that differs between the two sides, with its path, such as `tasks.5.reward`."""
+    """A difference: the path of a value, such as `tasks.5.reward`, and the value on both sides."""
 
     path: str
     before: Any
@@ -48,7 +48,7 @@ class Change:
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """Yield the differences of two JSON values, in dicts key by key. Numbers must be equal to the bit."""
+    """Yield the differences between two JSON values. Dicts are compared key by key, numbers exactly."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(k for k in after if k not in before)]:
             key_path = f"{path}.{key}" if path else str(key)
@@ -59,7 +59,7 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
 
 # --- two moments of one batch ---------------------------------------------------------------------------------------
 def readable_state(state: BatchState | None) -> dict[str, Any]:
-    """Return a batch's state for people to compare: the batch, then each `task N`. {} before it was submitted."""
+    """Return a batch's state as {subject: text}, for people to compare: the batch, then each `task N`; {} for None."""
     if state is None:
         return {}
     facts: dict[str, Any] = {
@@ -82,7 +82,7 @@ def readable_state(state: BatchState | None) -> dict[str, Any]:
 
 
 def _task_text(state: BatchState, task_id: int, open_units: list[str]) -> str:
-    """Describe a task: outcome or `open_units` (texts on its unfinished units), runs done and mean reward."""
+    """Describe a task by its outcome, number of finished runs and mean reward. `open_units`: texts on open units."""
     task = state.tasks[task_id]
     progress = f"{len(task.done)} of {task.total_runs} runs done" if task.done else "no run done"
     rewards = [result.metrics["reward"] for _, result in sorted(task.done.items()) if "reward" in result.metrics]
@@ -107,9 +107,9 @@ class Fork:
 
 
 def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], bytes | None], end: int) -> int:
-    """Return the last position up to `end` with the same hash in both chains, or 0.
+    """Return the last position up to `end` at which two logs have the same hash, or 0.
 
-    `first` and `second` return the hash at a position. Only `verify` detects tampering.
+    `first` and `second` return the hash at a position of each log. The hashes are trusted: only `verify` checks them.
     """
     low, high = 0, end
     while low < high:
@@ -120,7 +120,7 @@ def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], 
 
 
 def find_fork(first: Log, second: Log) -> Fork:
-    """Find the first difference of two logs, with up to `CONTEXT` events before and after it."""
+    """Find the first difference between two logs, with up to `CONTEXT` events before and after it."""
 
     def hash_at(log: Log, position: int) -> bytes | None:
         recorded = log.at(position)
@@ -162,7 +162,7 @@ class RunsCompared:
 
 
 def compare_runs(first: Log, second: Log) -> RunsCompared:
-    """Compare two runs, matching batches by id: tasks, state, counts, tokens, reward and weights, to the bit."""
+    """Compare the configs of two runs, and their batches with equal ids: tasks, state, counts, reward and weights."""
     rows = first.batches()
     second_rows = {batch_stream(row.batch_id): row for row in second.batches()}
     report = RunsCompared(
@@ -174,7 +174,7 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
         differences = _row_changes(row, second_row)
         if report.first is None and second_row is not None and (
             differences or row.ended_at is None or _submission(first, row) != _submission(second, second_row)
-        ):  # the row of an open batch says too little, so its events are always compared
+        ):  # an open batch is always compared by its events, because its row says too little
             left, right = (batch_content(log.events(row.batch_id, r.first_position - 1))
                            for log, r in ((first, row), (second, second_row)))
             differences = list(changes(left, right)) or differences
@@ -199,7 +199,7 @@ _COMPARED = ("batch_type", "state", "tasks", "finished", "failed_attempts", "exp
 
 
 def _row_changes(first: BatchRow | None, second: BatchRow | None) -> list[Change]:
-    """Return the differences of a batch's rows in two runs. A row is None if that run lacks the batch."""
+    """Return the differences between a batch's rows in two runs. A row is None if that run lacks the batch."""
     if first is None or second is None:
         return [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
     left, right = ({name.replace("_", " "): getattr(row, name) for name in _COMPARED} for row in (first, second))
@@ -207,17 +207,17 @@ def _row_changes(first: BatchRow | None, second: BatchRow | None) -> list[Change
 
 
 def _submission(log: Log, row: BatchRow) -> tuple[Any, ...]:
-    """Return the content of a batch's submission, without the client's request id."""
+    """Return the fields of a batch's submission that are compared, without the client's request id."""
     submitted = log.at(row.first_position)
     data = {} if submitted is None else orjson.loads(submitted.data)
     return tuple(data.get(name) for name in ("tasks", "tasks_digest", "repeat_times", "min_wait_num", "evals"))
 
 
 def batch_content(recorded: Iterable[Recorded]) -> dict[str, Any]:
-    """Return the content of a batch from its events, without runners and times.
+    """Fold a batch's events into its content to compare, without runners and times.
 
-    Keys: `asked` (min_wait_num and so on), `task N` (prompt and data, runs, weights, outcome, rewards and tokens by
-    run), `state`, `result`, `trained`.
+    Keys: `asked` (parameters of the submission), `task N` (submitted task, runs, weights, outcome, and metrics and
+    tokens of each run), `state`, `result`, `trained`.
     """
     state: BatchState | None = None
     tasks: list[Any] = []
@@ -264,5 +264,5 @@ def _without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def is_time_metric(name: str) -> bool:
-    """Return True if a metric of this name is a time, which differs between any two runs."""
+    """Return True if a metric with this name is a time or duration."""
     return _TIME.search(name) is not None

@@ -1,4 +1,4 @@
-"""Hosts of a run, one row each, the head's own first, from the log and the running system's status."""
+"""Table of a run's hosts, from the log and the running system's status. The head is the host of the coordinator."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ OPEN = ("running", "finalizing", "pending")
 @dataclass(slots=True, kw_only=True)
 class HostRow:
     host: str
-    """Name; empty for the head's own."""
+    """Name of the host; empty for the head."""
     machine: str = ""
-    """Machine name of the head's own host."""
+    """Machine name of the head; empty for other hosts."""
     epoch: int = 0
-    """Epoch of its life; for the head's own host, the coordinator's epoch."""
+    """Number of its join; for the head, the coordinator's epoch."""
     state: str
-    """`joined`, `draining`, `lost` or `left`. For the head's own: `leads`, `ended`, `gone` (its processes died) or
-    `unseen` (not visible from this machine)."""
+    """`joined`, `draining`, `lost` or `left`. For the head: `leads`, `ended`, `gone` (its processes died) or `unseen`
+    (not visible from this machine)."""
     since: float | None = None
     """Unix seconds at which this state began."""
     address: str = ""
@@ -37,30 +37,30 @@ class HostRow:
     places: dict[str, int] = field(default_factory=dict)
     """Numbers of `gpus` and `cores`."""
     runners: list[str] = field(default_factory=list)
-    """Runners alive now, or at the end of the log."""
+    """Runners that are alive, by the running system or by the end of the log."""
     ready: list[str] = field(default_factory=list)
     runner_places: int = 0
     """Maximum number of concurrent units on its ready runners."""
     units: int = 0
-    """Units on its runners now, or at the end of the log."""
+    """Units on its runners, by the running system or by the end of the log."""
     finished: int = 0
-    """Tasks that ended on it, counting each batch since its last submission."""
+    """Tasks that finished on its runners, in the last submission of each batch."""
     joined: int = 0
     lost: int = 0
     runner_deaths: int = 0
-    """Deaths of its runners, without those that went with the host."""
+    """Deaths of its runners, without those because the host was lost or left."""
     attempts_lost: int = 0
-    """Attempts lost with their runner, for any reason."""
+    """Attempts that were lost because their runner ended."""
     connected: bool | None = None
-    """True if it is connected to the coordinator; None if the coordinator was not asked."""
+    """True if it is connected to the coordinator; None if unknown."""
     away_for: float | None = None
-    """Seconds since it was last heard of, if it is not connected."""
+    """Seconds since the coordinator last heard from it, if it is not connected."""
     why_away: str = ""
     reason: str = ""
 
     @property
     def there(self) -> bool:
-        """True if it takes part, or may do so where this machine can't see it."""
+        """True if the host belongs to the run now, as far as this machine can see."""
         return self.state in ("leads", "unseen", "joined", "draining")
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def host_list(
     lives: list[HostLife], runner_lives: list[RunnerIncarnation], *, finished: Mapping[str, int], all_finished: int,
     units: Mapping[str, int], processes: Mapping[str, Any], live: Mapping[str, Any] | None = None,
 ) -> list[HostRow]:
-    """Return one row for each host, the head's own first.
+    """Return a row for each host, the head first.
 
-    `finished`: tasks that ended on each host that joined. `units`: units on each host's runners by the log.
-    `processes`: state of the head's system, from `Log.processes`. `live`: the coordinator's status, if available.
+    `finished`: finished tasks of each joined host. `all_finished`: finished tasks of the run. `units`: units on each
+    host's runners by the log. `processes`: facts from `Log.processes`. `live`: the coordinator's status, if available.
     """
     head = HostRow(
         host="", machine=str(processes.get("host") or ""), pid=processes.get("pid"),
@@ -106,7 +106,7 @@ def host_list(
 
 
 def _head_state(processes: Mapping[str, Any], *, answers: bool) -> str:
-    """Return the state of the head's own host. `answers`: whether the coordinator sent its status."""
+    """Return the state of the head, as in `HostRow.state`. `answers`: True if the coordinator sent its status."""
     up = processes.get("up")
     if answers or up:
         return "leads"
@@ -116,7 +116,7 @@ def _head_state(processes: Mapping[str, Any], *, answers: bool) -> str:
 
 
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Replace the log's values by those that the running system reported."""
+    """Update the rows, which come from the log, with the running system's status."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():
@@ -136,10 +136,10 @@ def read_hosts(
     log: Log, live: Mapping[str, Any] | None = None, system: Mapping[str, Any] | None = None, *,
     count_units: bool = True,
 ) -> list[HostRow]:
-    """Return one row for each host of this log.
+    """Return a row for each host of this log's run, the head first.
 
-    `live`: the running system's answer to `status`. `system`: more facts on its processes. Without `live`, units are
-    counted by folding the open batches; with `count_units=False` they stay 0.
+    `live`: the running system's answer to `status`. `system`: facts that replace those of `Log.processes`. Without
+    `live`, units are counted by a fold of the open batches, unless `count_units` is False.
     """
     status = live if live is not None and "weights_version" in live else None
     unit_counts = Counter[str]()

@@ -1,4 +1,4 @@
-"""Answers and steps that the journal of a lost attempt had, for pictures and traces."""
+"""Model answers and workflow steps in the kept journal of a lost attempt, for timelines and traces."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ __all__ = ["JournalPart", "journal_parts", "kept_parts"]
 
 @dataclass(slots=True, kw_only=True)
 class JournalPart:
-    """One answer of a model, or one step."""
+    """One answer of a model, or one step of a workflow."""
 
     run: int
     step: str = ""
     """Name of the step; empty for an answer."""
     began: float
-    """Seconds of play at its first record, counted over all attempts; `ended`: at its last."""
+    """Time of the first record, in seconds that the run had taken over all its attempts."""
     ended: float
+    """The same for the last record."""
     finish: str = ""
-    """Finish reason of a whole answer, `done` for a step with its result; else empty."""
+    """Finish reason of a complete answer, or `done` for a step with a result; else empty."""
     tokens: int = 0
     max_tokens: int = 0
-    """Maximum number of tokens of the answer; 0 if it is unknown."""
+    """Maximum number of tokens of the answer; 0 if unknown."""
     model: str = ""
     versions: list[int] = field(default_factory=list)
-    """Weights versions of its tokens."""
+    """Weights versions that made the tokens."""
     splices: list[int] = field(default_factory=list)
-    """Offsets at which an attempt went on with what an earlier one had."""
+    """Offsets in the tokens at which an attempt continued an earlier attempt's answer."""
     forbids: str = ""
-    """The sampling field with which a partial answer can't go on; empty if it can."""
+    """Name of the sampling field that prevents continuing a partial answer; empty if none does."""
 
 
 def journal_parts(data: bytes) -> list[JournalPart]:
-    """Return the parts of a payload of `AttemptKept`, in the order of their first records."""
+    """Return the answers and steps in the payload of an AttemptKept, in the order of their first records."""
     runs = kept_runs([data])
-    seconds_by_part: dict[tuple[int, str, int, int], list[float]] = {}  # by run, name, nth, choice (-1: it is a step)
+    seconds_by_part: dict[tuple[int, str, int, int], list[float]] = {}  # by run, name, nth, choice (-1 for a step)
     for head, _, _ in frames(data):
         if "step" in head or "call" in head:
             key = head["run"][3], head.get("step") or head["call"], head["nth"], head.get("choice", -1)
@@ -62,7 +63,7 @@ def journal_parts(data: bytes) -> list[JournalPart]:
 
 
 def kept_parts(log: Log, digests: Collection[str]) -> dict[str, list[JournalPart]]:
-    """Return the parts of payloads of `AttemptKept`, by digest; those that were freed or lost are left out."""
+    """Return the answers and steps in these payloads of AttemptKept, by digest. Skip payloads that are gone."""
     parts: dict[str, list[JournalPart]] = {}
     if digests:
         with closing(log.payloads()) as payloads:

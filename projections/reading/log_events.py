@@ -1,4 +1,4 @@
-"""Reading the events of a log: all or some, at a position or time, and new ones as they come."""
+"""Reads of a log's events: by stream, type, position or time, and of new events as they come."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LogEvents:
         return self._events.url
 
     def is_replaced(self) -> bool:
-        """Return True if the log's name now belongs to another SQLite file. Reopen the log to read that one."""
+        """Return True if another file is now at the path of the open SQLite file. Reopen the log to read that one."""
         return self._events.is_replaced()
 
     def head(self) -> Head:
@@ -51,7 +51,7 @@ class LogEvents:
         return [name for name, _ in self._events.streams(prefix)]
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
-        """Yield events after a position, in order, of one batch or all streams. Raises BatchNotFound."""
+        """Yield the events after a position, of one batch or of all streams, in order. Raises BatchNotFound."""
         stream = None
         if batch_id is not None:
             stream = batch_stream(batch_id)
@@ -61,16 +61,16 @@ class LogEvents:
     def read(
         self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
     ) -> Iterator[Recorded]:
-        """Yield events after a position, in order, of one stream or all, and of these types or all."""
+        """Yield the events after a position, of one stream or all and of these types or all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
     def rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
+        """Yield at most `limit` events of these rare types (all but `schema.BULK`), with `after` < position < `before`.
 
-        Reads only what it yields, through an index. Raises ValueError for a bulk type.
+        An index finds them, so other events are not read. Raises ValueError for a bulk type.
         """
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
@@ -84,31 +84,31 @@ class LogEvents:
         return recorded if recorded is not None and recorded.position == position else None
 
     def position_of(self, at: int | float | datetime | None) -> int | None:
-        """Return a position unchanged, or the position of the last event recorded by a time (0: none).
+        """Return the position of the last event recorded by a time (0: none); return an int or None unchanged.
 
-        Raises DataError for a local time that is ambiguous or was skipped.
+        A float is unix seconds. Raises DataError for a local time that is ambiguous or was skipped.
         """
         if isinstance(at, datetime):
             at = with_offset(at).timestamp()
         return self._events.position_at(at) if isinstance(at, float) else at
 
     def clock_note(self, at: datetime) -> str:
-        """Return a note if the clock was set around this time, which makes it ambiguous; empty if not."""
+        """Return a note for the user if the clock was set around this time, which makes it ambiguous; else ""."""
         return clock_note(at.timestamp(), self._events.clock_steps())
 
     def follow(
         self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
         trouble: Callable[[LogUnavailable | None], None] | None = None,
     ) -> Iterator[Recorded]:
-        """Yield events as they come, until `stop()` returns True. Polls every `interval` seconds.
+        """Yield the events after a position and new ones as they come, until `stop()` is True. Polls the log.
 
-        If `trouble` is set, this waits without a limit for an unreachable database or a missing file, and calls
-        `trouble` with the error each time, and with None when the log is back. No event is missed or repeated. Raises
-        LogRewound if the returned log lacks the last yielded event, LogReplaced if another file took its place.
+        If `trouble` is given, wait without a limit while the database can't be reached or the file is missing. Call
+        `trouble` with the error at each try, and with None when the log is back. No event is missed or repeated. Raises
+        LogRewound if the log then lacks the last yielded event, LogReplaced if another file took its place.
         """
         position, newest, is_away = after, None, False
         while True:
-            is_last = stop()  # called before reading, so that the last read sees all events from before the stop
+            is_last = stop()  # before the read, so that the last read yields all events from before the stop
             try:
                 if is_away and newest is not None:
                     reread = self.at(position)
@@ -150,10 +150,10 @@ class LogEvents:
         return open_payloads(self._url, create=False)
 
     def config(self, before: int | None = None, *, serve: bool = True) -> tuple[int, dict[str, Any]]:
-        """Return (position, config) of the system's last start, passwords masked; (0, {}) if it never started.
+        """Return (position, config) of the system's last start, with secrets masked; (0, {}) if it never started.
 
-        With `before`, return the last start before that position, or the first start if none was before. `serve=False`
-        skips starts in mode `serve`, which leave no run to resume.
+        With `before`, return the last start before that position or, if there is none, the first start. With
+        `serve=False`, skip starts in mode `serve`, which leave no run to resume.
         """
         start: tuple[int, dict[str, Any]] = (0, {})
         for recorded in self.rare(["SystemConfigured"], descending=True):
@@ -167,7 +167,7 @@ class LogEvents:
         return start
 
     def tasks_of(self, event: ev.BatchSubmitted | ev.TasksAdded) -> list[dict[str, Any]]:
-        """Return the tasks of this event, or []. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
+        """Return the tasks that this event submitted. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
         if event.tasks is not None or event.tasks_digest is None:
             return event.tasks or []
         with closing(self.payloads()) as payloads:
@@ -177,7 +177,7 @@ class LogEvents:
                 raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
 
     def handed_in(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
-        """Return the events that submitted a batch's tasks, since the batch was last submitted."""
+        """Return the batch's last BatchSubmitted and the TasksAdded after it."""
         events: list[ev.BatchSubmitted | ev.TasksAdded] = []
         for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
             match recorded.event:
@@ -193,5 +193,5 @@ class LogEvents:
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)
                 return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
-            number -= len(event.repeat_times)  # it counts from the first task of the next event
+            number -= len(event.repeat_times)  # now relative to the next event
         return {}

@@ -1,4 +1,4 @@
-"""Read-only access to a log, of a live run or a dead one, as of now or any earlier moment."""
+"""Read-only access to the log of a live or dead run, in its present or any earlier state."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ __all__ = ["NOTABLE", "Log", "canonical", "open_log", "read_repeatedly", "recomp
 T = TypeVar("T")
 
 NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
-"""Types of rare events, without those of leases, which grow with the sandboxes in use."""
+"""Types of rare events without those of leases, which are many if runs use sandboxes."""
 
 
 def open_log(url: str) -> Log:
-    """Open the log at a URL or file path, to read it. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
+    """Open the log at a URL or file path for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
     return Log(EventLog.open(url, read_only=True), url)
 
 
@@ -55,10 +55,10 @@ class Log(LogEvents):
     """Reader of a log's events, tables and folds."""
 
     def _read(self, work: Callable[[Connection], T]) -> T:
-        """Query the read models. Raises LogError if they are missing or of another version."""
+        """Run `work` on the read models' tables. Raises LogError if they are missing or of another version."""
         try:
             return self._events.query(work)
-        except DBAPIError as e:  # temporary trouble was retried, so a table or column is missing
+        except DBAPIError as e:  # passing errors were retried, so a table or column is missing
             is_older = read_models.stored_version(self._events) < read_models.ReadModels.version
             raise LogError(
                 f"the tables of {self.url} were written by an older release ({e.orig}): end its run if it goes on, "
@@ -70,7 +70,7 @@ class Log(LogEvents):
         self, *, state: str | None = None, batch_type: str | None = None, sort: str = "position",
         descending: bool = False, limit: int | None = None, offset: int = 0,
     ) -> list[BatchRow]:
-        """Return batches in the order of their first submission, or of another key in `SORTS`. Raises ValueError."""
+        """Return the rows of batches, sorted by a key in `SORTS`: by default by first position. Raises ValueError."""
         if sort not in SORTS:
             raise ValueError(f"unknown sort {sort!r}: use one of {', '.join(sorted(SORTS))}")
         return self._read(lambda c: read_batches(c, state=state, batch_type=batch_type, sort=sort,
@@ -91,26 +91,26 @@ class Log(LogEvents):
         return self._read(runner_history.read_lives)
 
     def weights(self, *, version: int | None = None, limit: int | None = None, offset: int = 0) -> list[WeightsVersion]:
-        """Return the published weights versions in order, with their loads. `limit` counts from the newest."""
+        """Return published weights versions in order, with their loads: one `version`, or the newest `limit`."""
         return self._read(lambda c: runner_history.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
         return self._read(runner_history.count_weights)
 
     def deliveries_by_version(self) -> dict[int, int]:
-        """Return the number of delivered experiences by weights version."""
+        """Return {weights version: number of delivered experiences that it made}."""
         return self._read(runner_history.read_made)
 
     def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
-        """Return (batch stream, number of its delivered experiences from this version), newest first."""
+        """Return (batch stream, number of delivered experiences that this version made), newest batch first."""
         return self._read(lambda c: runner_history.batches_made_by(c, version, limit))
 
     def leases(self) -> list[OpenLease]:
-        """Return every lease that is not released, oldest first."""
+        """Return the leases that are not released, oldest first."""
         return list(self._read(open_leases.read_open).values())
 
     def usage(self) -> Usage:
-        """Return how often trainers used each delivered experience."""
+        """Return counts of how often trainers used the delivered experiences."""
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
@@ -125,15 +125,15 @@ class Log(LogEvents):
         return host_lives(self.read(stream=ev.HostJoined.stream))
 
     def finished_elsewhere(self) -> dict[str, int]:
-        """Return the number of tasks that ended on each host that joined; all others ended on the head's runners."""
+        """Return {joined host: number of tasks that finished on it}. Other tasks finished on the head's own runners."""
         return self._read(host_work.read_finished) if self.streams(ev.HostJoined.stream) else {}
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
-        """Return loss counts of a batch or all, by (`attempt`, kind), (`task`, reason) and (`experience`, operator)."""
+        """Return loss counts, of one batch or all, by (`attempt`, kind), (`task`, reason), (`experience`, operator)."""
         return self._read(lambda c: read_models.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
 
     def overview(self, recent: int = 20) -> Overview:
-        """Summarize the run, with its `recent` last rare events and stalls."""
+        """Return a summary of the run, with its last `recent` rare events and stalls."""
         head, rows = self.head().position, self.batches()
         first, last = self.at(min(head, 1)), self.at(head)
         return summarize(
@@ -147,9 +147,9 @@ class Log(LogEvents):
         )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
-        """Return durations, rewards, lengths and failures in these batches, or in the `last` that ended.
+        """Return durations, rewards, response lengths and failures in these batches. Raises BatchNotFound.
 
-        Raises BatchNotFound.
+        None: in the `last` batches that ended.
         """
         if batch_ids is None:
             batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
@@ -160,7 +160,7 @@ class Log(LogEvents):
         return distributions(batch_ids, ((r.type, r.data) for r in recorded))
 
     def freed(self) -> dict[str, int]:
-        """Return the position at which a batch's experiences were last freed, by batch stream."""
+        """Return {batch stream: position at which the batch's experiences were last freed}."""
         return freed_positions(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
@@ -170,7 +170,10 @@ class Log(LogEvents):
         return self.freed().get(stream, 0) > max(submitted, default=0)
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
-        """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
+        """Return the batch's state now, at a position (int) or at a time (datetime, or float of unix seconds).
+
+        Raises BatchNotFound, also if the batch was not submitted by then.
+        """
         self._require_batch(batch_id)
         until = self.position_of(at)
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
@@ -183,7 +186,10 @@ class Log(LogEvents):
         return state
 
     def without_coordinator(self, since: int = 0) -> list[tuple[float, float]]:
-        """Return the intervals without a coordinator, as (last event before, start of the next) in unix seconds."""
+        """Return the intervals without a coordinator after position `since`, in unix seconds.
+
+        Each is (time of a coordinator's last event, start of the next coordinator).
+        """
         intervals = []
         for start in self.rare(["CoordinatorStarted"], after=since):
             query = runner_history.before_start(start.position, start.commit_id)
@@ -192,7 +198,7 @@ class Log(LogEvents):
         return intervals
 
     def current(self, batch_id: BatchId) -> BatchState | None:
-        """Return the state of the batch's last submission; None if there is no such batch."""
+        """Return the current state of the batch's last submission, or None if there is no such batch."""
         stream = batch_stream(batch_id)
         rows = self._read(lambda c: read_batches(c, stream=stream))
         first = rows[0].first_position if rows else self.head().position + 1
@@ -202,12 +208,12 @@ class Log(LogEvents):
         self, batch_id: BatchId, now: float | None = None, *, live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> Why:
-        """Explain what a batch waits for, where and since when, at `now` (unix seconds, default: the current time).
+        """Explain what a batch waits for, on which runner or host and since when, at `now` (unix seconds).
 
-        `str()` of the answer is text. It comes from the log alone, so it also works on a dead system. To add what the
-        running system knows (as `RolloutClient.why` does), pass its answer to `status` as `live` and facts on its
-        processes as `system` (see `why.explain.why`). For repeated calls pass the same `followed`, made for this log:
-        then each call reads only new events. Raises BatchNotFound.
+        `str()` of the result is a text for people. Without `live` and `system` it comes from the log alone, so it also
+        works if the system is dead. `live` is the running system's answer to `status`, `system` are facts on its
+        processes (see `why.explain.why`); `RolloutClient.why` passes both. For repeated calls pass the same `followed`,
+        so that each call reads only new events. Raises BatchNotFound.
         """
         self._require_batch(batch_id)
         return self._explain([batch_id], now, live, system, followed)[0]
@@ -216,16 +222,16 @@ class Log(LogEvents):
         self, now: float | None = None, *, live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> list[Why]:
-        """Explain every open batch, in the order of submission."""
+        """Explain every open batch as `why` does, in the order of submission."""
         return self._explain([], now, live, system, followed)
 
     def _explain(
         self, batch_ids: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
         system: Mapping[str, Any] | None, followed: Followed | None,
     ) -> list[Why]:
-        """Explain these batches, or with an empty `batch_ids` every open one; see `why`."""
+        """Explain these batches, or all open batches if `batch_ids` is empty; see `why`."""
         open_ids = [batch_id for _, batch_id in self._read(read_models.open_batches)]
-        # Without either the system was not asked, so a missing answer means nothing.
+        # If the caller did not ask the system for its status, a missing answer means nothing.
         was_asked = live is not None or system is not None
         facts = {**self.processes(), "asked": was_asked, **(system or {})}
         at = _time.time() if now is None else now
@@ -236,9 +242,9 @@ class Log(LogEvents):
                     for b in batch_ids or open_ids if b in snapshot.batches]
 
     def processes(self) -> dict[str, Any]:
-        """Return facts on the processes of the system that wrote last, from its lease.
+        """Return facts on the processes of the system that last held the coordinator's lease.
 
-        `up`: whether they live; None if they run on another host, where this one can't see them. `released`: the system
+        `up`: True if they live, None if this machine can't see them, as on another host. `released`: True if the system
         ended in order. `copied_from`: host and path of the original, if this store is a copy. `pid`, `host`: those of
         the coordinator.
         """
@@ -257,7 +263,7 @@ class Log(LogEvents):
         return facts
 
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the (stored, recomputed) final result of a batch; both None until it ends."""
+        """Return the stored and the recomputed final result of a batch; both None before it ends."""
         self._require_batch(batch_id)
         state: BatchState | None = None
         results: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
@@ -271,11 +277,11 @@ class Log(LogEvents):
         return results
 
     def answers(self) -> dict[str, serve_answers.AnswerState]:
-        """Return the answers of the proxy of mode `serve`, with reward and delivery, by message id."""
+        """Return the answers of the proxy (mode `serve`) by message id, each with its reward and delivery."""
         return self._read(serve_answers.read_all)
 
     def experiences_of_answer(self, message: str) -> list[Experience]:
-        """Return the experiences, without reward, of an answer of mode `serve`: one for each choice with tokens.
+        """Return the experiences of an answer of the proxy, without reward: one for each choice with tokens.
 
         Raises AnswerNotFound, LogNotFound.
         """
@@ -291,16 +297,16 @@ class Log(LogEvents):
             return read_experiences(payloads, [answer.payload])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Return the problems of this log. `progress(done, total)` counts events. `verify_log` also returns notes."""
+        """Check this log and return its problems. `progress(done, total)` counts events. See also `verify_log`."""
         return verify_open(self._events, self._url, progress).problems
 
 
 def read_repeatedly(
     url: str, look: Callable[[Log], None], stop: threading.Event, seconds: float, complain: Callable[[Exception], None]
 ) -> None:
-    """Call `look` with the log at `url` every `seconds` until `stop` is set, and once more after that.
+    """Call `look(log)` with the log at `url` every `seconds` until `stop` is set, and then once more.
 
-    Waits for a log that does not exist yet or was replaced. Reports any other error to `complain` and tries again.
+    While the log does not exist, wait for it; if it was replaced, open it again. Pass other errors to `complain`.
     """
     is_last = False
     while True:

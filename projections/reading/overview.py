@@ -1,6 +1,6 @@
-"""Summary of a run for `watch` and the first page of the dashboard, from read models and rare events.
+"""Summary of a run for `watch` and the first page of the dashboard.
 
-It reads one row for each batch, rare events through their index, and for distributions the events of some batches.
+It is made from a row per batch and from rare events, which have an index. Distributions also read events of batches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One batch's value in a curve over the run."""
+    """Value of one batch in a curve over the run."""
 
     batch_id: BatchId
     step: int | None
-    """For a train batch: the step that trained it, or its id if that is a number. For an eval: the number that its id
-    begins with."""
+    """Train batch: the step that trained it, or else its id if that is a number. Eval: the number before the `/` of its
+    id."""
     name: str
     """`train`, `collect`, or the name of an eval (`letters` for `12/letters`)."""
     value: float
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Throughput in one slice of the run. Each batch counts evenly from its submission to its end."""
+    """Throughput in one slice of time, if each batch's work is spread evenly from its submission to its end."""
 
     at: float
     """End of the slice, unix seconds."""
@@ -59,7 +59,7 @@ class Overview:
     """Unix seconds of the first event; None if the log is empty."""
     last_at: float | None
     config: dict[str, Any]
-    """Config of the system's last start, passwords masked; {} if none is recorded."""
+    """Config of the system's last start, with secrets masked; {} if none is recorded."""
     states: dict[str, int]
     tasks: int
     finished: int
@@ -70,14 +70,14 @@ class Overview:
     prompt_tokens: int
     response_tokens: int
     trained_steps: int
-    """Highest trained step; 0: none."""
+    """Highest trained step; 0 if none was trained."""
     model_version: int
     runners: dict[str, int]
     """Number of runners by the state of their last life."""
     runner_deaths: int
     coordinator_starts: int
     rewards: list[Point]
-    """Mean rewards of train and collect batches. This and the next two are in the order of the batches' ends."""
+    """Mean rewards of train and collect batches. This and the next two lists are in the order of the batches' ends."""
     evals: list[Point]
     staleness: list[Point]
     """Number of weights versions that delivered experiences lag behind."""
@@ -87,18 +87,18 @@ class Overview:
     """Last rare events, newest first."""
     attempts_failed: dict[str, int]
     tasks_dropped: dict[str, int]
-    """Number of dropped tasks by reason, in which numbers are replaced by N."""
+    """Reason, with numbers replaced by N -> number of dropped tasks."""
     experiences_dropped: dict[str, int]
-    """Number of dropped experiences by pipeline operator; "" stands for operators that name no experiences."""
+    """Pipeline operator -> number of dropped experiences. "" stands for operators that don't report ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distributions:
-    """Durations, rewards, response lengths and failures in some batches, each list in log order."""
+    """Durations, rewards, response lengths and failures in some batches. Each list is in log order."""
 
     batch_ids: list[BatchId]
     attempt_seconds: list[float] = field(default_factory=list)
-    """Durations of attempts that finished some runs, as their runner measured them."""
+    """Durations of attempts that finished some runs, as measured by the runner."""
     failed_seconds: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     """Reward of each run that has one."""
@@ -109,7 +109,7 @@ class Distributions:
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
     """Collect the distributions of these batches from the events of their attempts, given as (type, JSON).
 
-    The JSON is read directly, because building event objects would take most of the time.
+    The JSON is read directly, because making event objects would take most of the time.
     """
     collected = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
@@ -128,9 +128,9 @@ def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, byte
 
 
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> list[Throughput]:
-    """Return the throughput in `slices` equal parts of the time from the first submission to `until`.
+    """Return the throughput in each of `slices` equal parts of the time from the first submission to `until`.
 
-    An open batch spreads its tokens and tasks so far up to `until`.
+    The present tokens and tasks of an open batch are spread from its submission to `until`.
     """
     rows = [row for row in rows if row.finished or row.response_tokens]
     if not rows:

@@ -1,6 +1,6 @@
-"""State that an explorer needs to resume a run, and how often each prompt was used.
+"""State that an explorer needs to resume a run, and the number of times that each prompt was used.
 
-Both come from read models and short streams, so the cost grows with steps and not with events.
+Both come from read models and short streams, so their cost grows with the number of steps and not of events.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class ResumePoint:
 
     submitted: int = 0
     finished: int = 0
-    """Last step up to which all were finalized or aborted by a person."""
+    """Last step N such that steps 1 to N were all finalized, or aborted by a person."""
     open: frozenset[int] = frozenset()
     """Submitted steps that are not over (see `is_over`)."""
     trained: int = 0
-    """Last step up to which all have ended and each finalized one was trained."""
+    """Last step N such that steps 1 to N were all trained, or aborted by a person."""
     cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """(epoch, offset) of each taskset after each step."""
     evals: dict[BatchId, bool] = field(default_factory=dict)
-    """Submitted evals, with True for those that have ended."""
+    """Submitted eval -> True if it has ended."""
     version: int = 0
-    """Current weights version; 0: the original model."""
+    """Current weights version; 0 is the original model."""
     path: str = ""
     checkpoint: str = ""
-    """Path of the newest weights on a disk, from which a trainer can start; empty: the original model."""
+    """Path of the newest weights on a disk, from which a trainer can start; "" for the original model."""
     checkpoint_version: int = 0
-    """Version of `checkpoint`; may be older than `version`."""
+    """Version of `checkpoint`, which may be older than `version`."""
     sources: dict[tuple[str, bool], TasksetSource] = field(default_factory=dict)
-    """Resolved source of each taskset that is not a file, by (name, is eval)."""
+    """(taskset name, is eval) -> resolved source of the taskset, as recorded with its first batch."""
     position: int = 0
-    """Log position up to which this was read."""
+    """Log position at which this was read."""
 
 
 def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
-    """Read the progress of an explorer with these tasksets. Raises ConfigError if it did not submit the batches."""
+    """Read the progress of an explorer with these tasksets. Raises ConfigError if the log holds another run."""
     position = log.head().position
     rows = {b.batch_id: b for b in log.batches()}
     train = {b.batch_id: b for b in rows.values() if b.batch_type == "train"}
@@ -70,7 +70,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
         )
     cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}
     for step in steps:
-        before = cursors[step - 1]  # which may be later: tasks are added to a step while later ones are submitted
+        before = cursors[step - 1]  # may be further on, if tasks were added to that step after this one's submission
         cursors[step] = {name: max(before.get(name, (0, 0)), advanced[step].get(name, (0, 0)))
                          for name in before | advanced[step]}
     ended = [
@@ -96,7 +96,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
 
 
 def sources_of(log: Log) -> dict[tuple[str, bool], TasksetSource]:
-    """Return the resolved source of each taskset that is not a file, by (name, is eval)."""
+    """Return {(taskset name, is eval): resolved source}, from the TasksetResolved events."""
     events = (recorded.event for recorded in log.read(stream=TasksetResolved.stream))
     sources = (event.source for event in events if isinstance(event, TasksetResolved))
     return {(source.taskset, source.is_eval): source for source in sources}
@@ -108,7 +108,7 @@ def _first_false(values: list[bool]) -> int:
 
 
 def is_over(log: Log, row: BatchRow) -> bool:
-    """Return True if a step is never submitted again: it gave something to train on, or a person aborted it."""
+    """Return True if a resumed run does not submit the step again: a run of it succeeded, or a person aborted it."""
     if row.state == BatchLifecycleState.ABORTED:
         return not was_dropped_stale(log, row.batch_id)
     if row.state != BatchLifecycleState.FINALIZED:
@@ -120,7 +120,7 @@ def is_over(log: Log, row: BatchRow) -> bool:
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
-    """Return True if the batch's last submission was aborted because the weights behind its tokens were too old."""
+    """Return True if the recovery aborted the batch's last submission, because its weights were too old."""
     is_stale = False
     for recorded in log.events(batch_id):
         event = recorded.event
@@ -132,14 +132,14 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
 
 
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
-    """Return the number of train batches with each row of a taskset, without aborted and replaced submissions."""
+    """Return {row of the taskset: number of train batches with it}, without aborted and replaced submissions."""
     rows_by_stream: dict[str, list[int]] = {}
     for recorded in log.read(types=["BatchSubmitted", "TasksAdded", "BatchAborted"]):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
             rows_by_stream[recorded.stream] = []
         if isinstance(event, ev.BatchSubmitted | ev.TasksAdded) and recorded.stream in rows_by_stream:
-            # A task that goes on with a cut one counts with the batch that cut it.
+            # A task that continues a cut task counts in the batch that cut it.
             continued = {task.task for task in event.continues} if isinstance(event, ev.BatchSubmitted) else set[int]()
             tasks = enumerate(log.tasks_of(event))
             indices = [task.get("index", {}) for number, task in tasks if number not in continued]

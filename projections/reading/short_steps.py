@@ -1,4 +1,4 @@
-"""Train batches that ended with fewer groups than they were to have (`explorer.refill`)."""
+"""Train batches that were finalized with fewer groups than required (`explorer.refill`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["short_text"]
 
 
 def short_text(log: Log, batch: BatchRow) -> str:
-    """Return how many groups a finalized batch has of those that it was to have, and why; empty if it has all."""
+    """Describe a finalized batch that has fewer groups than required: how many, and why. Return "" if it has all."""
     stream = batch_stream(batch.batch_id)
     missing, added, again = (log.last(stream, name) for name in ("GroupsMissing", "TasksAdded", "TaskReopened"))
     if missing is None or missing.position < batch.first_position:

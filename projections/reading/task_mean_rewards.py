@@ -1,4 +1,4 @@
-"""Mean rewards of the tasks of a finalized train batch, by taskset and row, for selectors of tasks."""
+"""Mean reward of each task of a finalized batch, by taskset and row, for data selectors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["pass_rates", "submitted_tasks"]
 
 
 def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[float]]]:
-    """Return (rows, mean reward of each) by taskset, without unrewarded tasks; {} if the batch is not finalized."""
+    """Return {taskset: (rows, mean reward of each row)} for a batch, without tasks that have no reward.
+
+    Return {} if the batch is not finalized.
+    """
     state = log.current(batch_id)
     if state is None or state.state is not BatchLifecycleState.FINALIZED:
         return {}
@@ -30,7 +33,7 @@ def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[f
 
 
 def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
-    """Return the tasks of the batch's last submission, with those that were added. Raises PayloadNotFound."""
+    """Return the tasks of the batch's last submission, including added ones. Raises PayloadNotFound."""
     return [task for event in log.handed_in(batch_id) for task in log.tasks_of(event)]
 
 

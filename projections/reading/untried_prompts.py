@@ -1,7 +1,7 @@
-"""Prompts that were never tried: no runner got one of their runs, or they were never submitted.
+"""Search for prompts that were submitted and never tried, because no runner got a unit of them.
 
-A prompt is a row of a taskset, so if one batch dropped it and another played it, it was tried. A task without an index
-(a client's own) is a separate prompt. How far each taskset was read shows which rows were never submitted.
+A prompt is a row of a taskset. If one batch dropped it and another played it, it was tried. A task without an index
+(a client's own) counts as a separate prompt. The report also says how far each taskset was read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trinity_es.projections.tables.batch_queries import BatchRow
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 
 _FEW = 50
-"""Number of prompts up to which other batches are searched for them as bytes; above it every batch is decoded."""
+"""Maximum number of prompts to search for as bytes in other batches. For more prompts every batch is decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,25 @@ class Untried:
     row: Any
     """Row in its taskset; None for a task without an index."""
     batch_id: BatchId
-    """Last batch that contains it."""
+    """Last batch that contains the prompt."""
     task: int
     reason: str
+    """State of that batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptsTried:
     tasks: int = 0
-    """Number of tasks; one that was cut and goes on in a later batch counts once."""
+    """Number of tasks. A task that was cut and continued in a later batch counts once."""
     sent: int = 0
     """Number of these tasks that were sent to a runner."""
     never: list[Untried] = field(default_factory=list)
     read: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(pass, tasks read in that pass) of each taskset, both counted from 0."""
+    """Taskset -> (number of the pass from 0, tasks read in that pass)."""
 
 
 def prompts_tried(log: Log) -> PromptsTried:
-    """Find the untried prompts of all batches, decoding as few batches as possible."""
+    """Find the untried prompts of all batches. Decodes only batches that may matter."""
     rows = log.batches()
     report = PromptsTried(tasks=sum(r.tasks for r in rows), sent=sum(r.sent for r in rows), read=_taskset_cursors(log))
     rows_to_read = {batch_stream(r.batch_id): r for r in rows if r.sent < r.tasks}
@@ -86,20 +87,26 @@ def prompts_tried(log: Log) -> PromptsTried:
 def _count_continued_once(
     log: Log, row_by_stream: dict[str, BatchRow], sent_by_stream: dict[str, set[int]], report: PromptsTried
 ) -> None:
-    """Count a task that goes on in a later batch once. `sent_by_stream` has the batches that sent some tasks only."""
+    """Correct the report's counts, so that a task continued in a later batch counts once.
+
+    `sent_by_stream` has the sent tasks of each batch that did not send all its tasks.
+    """
     for item in log.rare(["BatchSubmitted"]):
         row = row_by_stream.get(item.stream)
         if row is None or item.position < row.first_position or b'"continues":[{' not in item.data:
             continue
         assert isinstance(item.event, ev.BatchSubmitted)
         for continued in item.event.continues:
-            places = (item.stream, continued.task), (batch_stream(continued.batch_id), continued.cut_task)
+            both_tasks = (item.stream, continued.task), (batch_stream(continued.batch_id), continued.cut_task)
             report.tasks -= 1
-            report.sent -= all(task in sent_by_stream.get(stream, (task,)) for stream, task in places)
+            report.sent -= all(task in sent_by_stream.get(stream, (task,)) for stream, task in both_tasks)
 
 
 def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untried]) -> None:
-    """Remove prompts that another batch or an earlier submission tried, skipping events whose bytes hold none."""
+    """Remove prompts from `untried` that another batch or an earlier submission of a batch tried.
+
+    Submissions whose bytes contain none of the prompts are not decoded.
+    """
     resubmitted: set[str] = set()
     byte_patterns = [b'"index":' + orjson.dumps(u.row) for u in untried.values() if u.row is not None]
     if len(byte_patterns) > _FEW:
@@ -119,7 +126,7 @@ def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untrie
 
 
 def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
-    """Yield the prompts that were tried under a batch's id before position `end`."""
+    """Yield the keys of the prompts that earlier submissions of a batch tried, before position `end`."""
     indices: list[dict[str, Any]] = []
     for item in log.read(stream=stream, types=["BatchSubmitted", "TasksAdded", "TasksDispatched"]):
         if item.position >= end:
@@ -133,12 +140,12 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
 
 
 def _prompt_key(index: dict[str, Any]) -> tuple[str, bytes] | None:
-    """Return the identity of a prompt across batches; None without an index."""
+    """Return a key that identifies a prompt across batches; None for a task without an index."""
     return (str(index.get("taskset", "")), orjson.dumps(index["index"])) if "index" in index else None
 
 
 def _indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
-    """Yield the index of each submitted task; {} if it has none or its payload is gone."""
+    """Yield the `index` of each submitted task; {} if it has none or the payload is gone."""
     event = submission.event
     assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)
     tasks: list[Any] = []
@@ -151,7 +158,7 @@ def _indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
 
 
 def _taskset_cursors(log: Log) -> dict[str, tuple[int, int]]:
-    """Return how far each taskset was read, as (pass, tasks read in that pass)."""
+    """Return how far each taskset was read: {taskset: (number of the pass, tasks read in that pass)}."""
     last = [log.last(stream, "TasksetAdvanced") for stream in log.streams("taskset/")]
     events = [item.event for item in last if item is not None]
     return {e.taskset: (e.epoch, e.offset) for e in events if isinstance(e, ev.TasksetAdvanced)}

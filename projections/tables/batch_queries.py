@@ -1,4 +1,4 @@
-"""List of batches, one row each, filtered and sorted in the read models' tables."""
+"""Filtered and sorted queries for the rows of batches in the read models."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SORTS = {
         "state", "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens",
         "response_tokens", "reward", "model_version", "staleness")},
 }
-"""Sort keys of a list of batches. Rows without a value come last, equal ones in the order of submission."""
+"""Sort keys of batches. Rows without a value come last, and rows with equal values in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """Row of a batch's latest submission."""
+    """A batch, as of its latest submission."""
 
     batch_id: BatchId
     batch_type: str
@@ -37,7 +37,7 @@ class BatchRow:
     experiences: int
     response_tokens: int
     reward: float | None
-    """Mean reward; None until it is finalized."""
+    """Mean reward; None until the batch is finalized."""
     model_version: int | None
     submitted_at: float
     """Unix seconds."""
@@ -51,10 +51,10 @@ class BatchRow:
     dropped: int
     """Number of tasks given up unfinished, because the batch had enough or was aborted."""
     sent: int
-    """Number of tasks with a unit that a runner got; the others were never tried."""
+    """Number of tasks with a unit that was sent to a runner. The others were never tried."""
     prompt_tokens: int
     staleness: float | None
-    """Mean number of versions that its delivered experiences were behind the current weights when it was finalized."""
+    """Mean number of versions by which the delivered experiences lagged behind the weights at finalization."""
 
 
 _COLUMNS = [_C[f.name] for f in fields(BatchRow)]
@@ -64,7 +64,7 @@ def read_batches(
     connection: Connection, *, stream: str | None = None, state: str | None = None, batch_type: str | None = None,
     sort: str = "position", descending: bool = False, limit: int | None = None, offset: int = 0,
 ) -> list[BatchRow]:
-    """Return batches of one stream or all, in the order of their first submission or another order of `SORTS`."""
+    """Return the rows of batches, sorted by a key in `SORTS`. `stream`, `state` and `batch_type` are filters."""
     key = SORTS[sort]
     query = _filtered(select(*_COLUMNS), state, batch_type)
     if stream is not None:
@@ -80,7 +80,7 @@ def count_batches(connection: Connection, *, state: str | None = None, batch_typ
 
 
 def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
-    """Return the query restricted to a state and a type of batches; None restricts nothing."""
+    """Restrict the query to batches of this state and type, unless they are None."""
     if state is not None:
         query = query.where(_C.state == state)
     return query if batch_type is None else query.where(_C.batch_type == batch_type)

@@ -1,8 +1,8 @@
-"""Uses of experiences by trainers, in two tables of the read models.
+"""Read models of deliveries of train batches, and of the uses of their experiences by trainers.
 
-A use is a training step. A whole batch is used when it is acknowledged (`BatchTrained`), and an experience in the queue
-when it is taken. If a trainer returns to an older checkpoint and uses experiences again, that is no second use, because
-the steps in between are lost with their weights.
+A use is a training step. All experiences of a batch are used when a trainer acknowledges it (`BatchTrained`), and an
+experience in the queue is used when a trainer takes it. If a trainer goes back to an older checkpoint, its uses since
+then are undone, because their weights are lost.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from trinity_es.projections.freed_payloads import EXPERIENCES
 __all__ = ["STREAMS", "USED", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
 
 STREAMS = (experience_queue.STREAM, EXPERIENCES)
-"""Streams with events of uses, besides those of batches."""
+"""Streams with events about uses, besides those of batches."""
 USED = (ev.BatchFinalized, ev.BatchTrained)
-"""Batch events of deliveries and uses."""
+"""Batch events that record deliveries and uses."""
 
 metadata = sa.MetaData()
 
@@ -46,7 +46,7 @@ _uses = sa.Table(
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # index within the event
     sa.Column("stream", sa.String(255), nullable=False),
     sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("taken", sa.Boolean, nullable=False),  # from the queue; if not, the batch as a whole
+    sa.Column("taken", sa.Boolean, nullable=False),  # true: taken from the queue; false: the whole batch was trained
     sa.Column("first", sa.Integer, nullable=False),
     sa.Column("count", sa.Integer, nullable=False),
     sa.Column("step", sa.Integer),
@@ -69,23 +69,24 @@ class Used:
 
     batch_id: BatchId
     first: int
-    """Index within the batch's delivery."""
+    """Index of the first one in the batch's delivery."""
     count: int
     steps: list[int | None]
-    """Steps that used them; None: the trainer named no step."""
+    """Steps that used them; None for a step that the trainer did not report."""
     positions: list[int]
+    """Positions of the events that recorded these uses."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Numbers of experiences that train batches delivered, by how often they were used."""
+    """Numbers of experiences that train batches delivered: all, and by how often they were used."""
 
     delivered: int = 0
     once: int = 0
     never: int = 0
     twice: list[Used] = field(default_factory=list)
     redone: int = 0
-    """Uses undone by a trainer's return to an older checkpoint."""
+    """Number of uses that were undone because a trainer went back to an older checkpoint."""
 
     @property
     def more(self) -> int:
@@ -94,7 +95,7 @@ class Usage:
 
 
 def apply(group: Gathered, item: Recorded) -> None:
-    """Apply an event of type USED or of a stream in STREAMS."""
+    """Apply an event whose type is in USED or whose stream is in STREAMS."""
     match item.event:
         case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
             group.add(_NEW_DELIVERY, {
@@ -119,7 +120,7 @@ def apply(group: Gathered, item: Recorded) -> None:
 
 
 def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
-    """Return (stream version, experiences) of a batch's last delivery."""
+    """Return (stream version, number of experiences) of a batch's last delivery, or None."""
     for unwritten in reversed(group.waiting(_NEW_DELIVERY)):
         if unwritten["stream"] == stream:
             return unwritten["version"], unwritten["experiences"]
@@ -128,7 +129,7 @@ def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
 
 
 def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | None:
-    """Return batch id (JSON) and position of the first delivery after this position."""
+    """Return (batch id as JSON, position) of the first delivery after a position, or None."""
     c = _deliveries.c
     query = sa.select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
     row = connection.execute(query).one_or_none()
@@ -151,15 +152,16 @@ def read_usage(connection: sa.Connection) -> Usage:
 
 
 def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
-    """Count the uses of one delivery's experiences into `usage`. Between two cuts all have the same uses."""
+    """Add the uses of one delivery's experiences to `usage`."""
     total = delivery.experiences
     usage.delivered += total
     usage.redone += sum(use.count for use in uses if use.undone)
     # A trainer that takes from the queue may also acknowledge the batch to free its payloads; that is no use.
     from_queue = any(use.taken for use in uses)
     uses = [use for use in uses if use.taken == from_queue and not use.undone]
-    cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
-    for start, end in pairwise(cuts):
+    # Between two of these bounds all experiences have the same uses.
+    bounds = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
+    for start, end in pairwise(bounds):
         covering_uses = [use for use in uses if use.first <= start and use.first + use.count >= end]
         if not covering_uses:
             usage.never += end - start

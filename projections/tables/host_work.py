@@ -1,7 +1,7 @@
-"""Number of tasks that ended on each host that joined: a table of the read models.
+"""Read model of the number of tasks that finished on each joined host.
 
-The table has one row for each host, and a commit takes one statement for each. All other tasks ended on the head's own
-runners, so a run on one host writes nothing here.
+The table has a row for each joined host. All other tasks finished on the head's own runners, so a run on a single host
+writes nothing here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["FORGET_TYPES", "NAME", "flush", "forget", "metadata", "read_finished
 
 NAME = "rm_host_work"
 FORGET_TYPES = ("BatchSubmitted", "TaskFinished", "TaskReopened")
-"""Types of a batch's events that `forget` reads from the log."""
+"""Event types that `forget` reads from a batch's stream."""
 
 metadata = MetaData()
 
@@ -28,13 +28,13 @@ _E = schema.events.c
 _work = Table(
     NAME, metadata,
     Column("host", String(255), primary_key=True),
-    Column("finished", BigInteger, nullable=False),  # tasks, counting each batch since its last submission
+    Column("finished", BigInteger, nullable=False),  # tasks in the last submission of each batch
     sqlite_with_rowid=False,
 )
 
 
 def flush(connection: Connection, finished: Counter[str]) -> None:
-    """Add these counts to the table and clear them."""
+    """Add these counts of tasks by host to the table, and clear them."""
     for host, count in finished.items():
         increment = update(_work).where(_work.c.host == host).values(finished=_work.c.finished + count)
         if connection.execute(increment).rowcount == 0:
@@ -43,9 +43,9 @@ def flush(connection: Connection, finished: Counter[str]) -> None:
 
 
 def forget(connection: Connection, item: Recorded, task: int | None = None) -> None:
-    """Subtract the tasks (or one task) of a batch that ended before this event.
+    """Subtract the tasks (or one task) of a batch that finished before the event `item`.
 
-    Reads the log, which costs little because such events are rare.
+    `item` submits the batch again or reopens the task. Such events are rare, so reading the log for them costs little.
     """
     if not connection.execute(select(func.count()).select_from(_work)).scalar_one():
         return
@@ -62,7 +62,7 @@ def forget(connection: Connection, item: Recorded, task: int | None = None) -> N
         event = orjson.loads(data)
         if name == "TaskFinished":
             runners_by_task[event["task"]] = event["runner"]
-        else:  # subtracted at that event
+        else:  # it was subtracted when it was reopened
             runners_by_task.pop(event["task"], None)
     runners = [runner for task_id, runner in runners_by_task.items() if task in (None, task_id)]
     counts = Counter(host for host in map(host_of, runners) if host)

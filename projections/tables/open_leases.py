@@ -1,6 +1,6 @@
-"""Unreleased leases, the fold of stream `leases`, in a table of the read models.
+"""Read model of the open leases, folded from stream `leases`.
 
-The table has one row for each open lease, so a read of it takes no longer as old leases accumulate.
+The table has a row for each open lease, so its size does not grow with old leases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _C = _table.c
 
 
 def apply(connection: Connection, item: Recorded) -> None:
-    """Apply one event of stream `leases`: change, add or remove the row of its lease."""
+    """Apply one event of stream `leases`: add, change or delete the row of its lease."""
     key = item.event.lease  # type: ignore[attr-defined]  # every event of this stream has it
     row = connection.execute(select(_table).where(_C.lease == key)).one_or_none()
     leases = {} if row is None else {key: _decode(row.data)}
@@ -58,7 +58,7 @@ def _decode(data: str) -> OpenLease:
 
 
 def read_open(connection: Connection) -> OpenLeases:
-    """Return the unreleased leases in the order in which they were taken; {} in a log older than leases."""
+    """Return the open leases in the order in which they were taken; {} if the log is older than this table."""
     if not inspect(connection).has_table(_table.name):
         return {}
     rows = connection.execute(select(_C.lease, _C.data).order_by(_C.position))

@@ -1,7 +1,7 @@
-"""Read models: tables that hold the fold of the whole log on batches, runners, weights and losses.
+"""Read models: tables on batches, runners, weights, losses and more, folded from the whole log.
 
-The tables change in the transaction of each append (an `events.store` Projector), so they are always current, and
-recovery reads only what is open. `rebuild` makes them again from the log.
+A Projector updates the tables in the transaction of each append. So they are always current, and recovery reads only
+open batches. `EventLog.rebuild` makes the tables again from the log.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ failed_tasks = sa.Table(
 losses = sa.Table(
     "rm_loss", _metadata,
     sa.Column("stream", sa.String(255), primary_key=True),
-    sa.Column("what", sa.String(16), primary_key=True),  # attempt, task, experience
-    sa.Column("why", sa.String(200), primary_key=True),  # kind of failure; reason; operator of the pipeline
+    sa.Column("what", sa.String(16), primary_key=True),  # attempt, task or experience
+    sa.Column("why", sa.String(200), primary_key=True),  # kind of failure, reason, or operator of the pipeline
     sa.Column("count", sa.Integer, nullable=False),
     sqlite_with_rowid=False,
 )
@@ -80,23 +80,23 @@ _TABLES = [table for metadata in _METADATA for table in metadata.sorted_tables]
 
 
 class ReadModels:
-    """Projector of all read models. They hold one row for each:
+    """Projector of all read models. They hold a row for each
 
     - batch (its latest submission), failed task, and reason of a loss
-    - delivery of a batch, weights version in it, and use of its experiences
-    - life of a runner, publication and load of weights, and host that finished tasks
+    - delivery of a batch, weights version in a delivery, and use of experiences
+    - incarnation of a runner, publication and load of weights, and host that finished tasks
     - open lease, and answer of the proxy
     """
 
     name, version = "read_models", 6
 
     def create(self, connection: sa.Connection) -> None:
-        """Create missing tables, and replace those of another version by empty ones."""
+        """Create missing tables, and replace tables with other columns by empty ones."""
         inspector = sa.inspect(connection)
         names = set(inspector.get_table_names())
         for table in _TABLES:
             if table.name in names and {c["name"] for c in inspector.get_columns(table.name)} != set(table.c.keys()):
-                table.drop(connection)  # of another version; its rows are made again from the log
+                table.drop(connection)  # of another version; the caller folds its rows from the log again
         if "rm_runner" in names:  # in older logs; rm_life replaces it
             connection.execute(sa.text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
@@ -123,11 +123,11 @@ class ReadModels:
 
 
 class _Group:
-    """Changes that a group of events makes to the rows of batches, gathered until `flush` writes them."""
+    """Changes that a group of events makes to the read models, gathered until `flush` writes them."""
 
     def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
-        self._changes: dict[str, dict[str, Any]] = {}  # of each batch's row, by stream
+        self._changes: dict[str, dict[str, Any]] = {}  # change of each batch's row, by stream
         self._losses = Counter[tuple[str, str, str]]()  # by (stream, what, why)
         self._finished_elsewhere = Counter[str]()  # tasks by host
         self._dispatches: dict[tuple[str, str, int], runner_history.Dispatched] = {}  # see add_lost_attempt
@@ -149,13 +149,13 @@ class _Group:
         self._changes, self._losses = {}, Counter()
 
     def batch_event(self, item: Recorded, event: ev.Event) -> None:
-        """Gather the changes by one event of a batch. Rare events, such as a second submission, write at once."""
+        """Gather the changes that one event of a batch makes. Rare events, such as a resubmission, write at once."""
         connection = self._connection
         if isinstance(event, ev.TaskFinished):
             if "@" in event.runner:
                 self._finished_elsewhere[host_of(event.runner)] += 1
         elif isinstance(event, ev.BatchSubmitted):
-            if item.version > 1:  # the id was used before
+            if item.version > 1:  # the batch id is reused
                 self.flush()
                 host_work.forget(connection, item)
                 for table in (batches, failed_tasks, losses):
@@ -166,8 +166,8 @@ class _Group:
             host_work.forget(connection, item, event.task)
         if (change := self._changes.get(item.stream)) is None:
             change = self._changes[item.stream] = dict(_UNCHANGED)
-        _gather(change, item, event)
-        if isinstance(event, ev.FinalizeFailed):  # pending if it is without tasks, as in `projections.batch`
+        _apply_to_row(change, item, event)
+        if isinstance(event, ev.FinalizeFailed):  # a batch without tasks is pending, as in `projections.batch`
             self.flush()
             connection.execute(sa.update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
                                .values(state=BatchLifecycleState.PENDING.value))
@@ -179,7 +179,7 @@ class _Group:
             experience_usage.apply(self.new, item)
 
     def _count_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-        """Gather what an event says of lost attempts, tasks and experiences, and update the rows of failed tasks."""
+        """Gather the attempts, tasks and experiences that an event reports as lost. Update the rows of failed tasks."""
         loss_counts: dict[tuple[str, str], int] = {}
         connection = self._connection
         match event:
@@ -191,7 +191,7 @@ class _Group:
             case ev.TaskDropped():
                 loss_counts["task", event.reason] = len(event.tasks)
                 failed = {task for (task,) in _FAILED_TASKS.rows(connection, {"stream": item.stream})}
-                for task in failed.intersection(event.tasks):  # now counted as dropped
+                for task in failed.intersection(event.tasks):  # they now count as dropped
                     change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": task})
             case ev.TaskReopened():
                 change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": event.task})
@@ -200,7 +200,7 @@ class _Group:
             case ev.BatchFinalized():
                 loss_counts = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
                 unnamed_count = event.dropped - sum(loss_counts.values())
-                if unnamed_count > 0:  # dropped by operators that name no experiences
+                if unnamed_count > 0:  # dropped by operators that report no ids
                     loss_counts["experience", ""] = loss_counts.get(("experience", ""), 0) + unnamed_count
                 counts = [count for count, _ in event.model_versions]
                 if sum(counts):
@@ -237,11 +237,11 @@ _UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLA
 
 
 def _new_value(name: str) -> sa.BindParameter[Any]:
-    """Return the parameter with the change of this column in `_CHANGE`."""
+    """Return the parameter of `_CHANGE` for this column."""
     return sa.bindparam(f"new_{name}", type_=batches.c[name].type)
 
 
-# One statement for all changes: it adds counts, and replaces other values unless the new one is null.
+# One statement for all changes. It adds counts, and replaces other values unless the new value is null.
 _CHANGE = Prepared(
     sa.update(batches)
     .where(batches.c.stream == sa.bindparam("key"))
@@ -268,8 +268,8 @@ _NOT_FAILED = Prepared(sa.delete(failed_tasks).where(*_OF_TASK))
 _FAILED_TASKS = Prepared(sa.select(failed_tasks.c.task).where(_OF_TASK[0]))
 
 
-def _gather(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-    """Add an event to the change of its batch's row: counts are added up, other values replaced."""
+def _apply_to_row(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+    """Apply an event to `change`, the gathered change of its batch's row: add to counts, replace other values."""
     change["last_position"] = item.position
     match event:
         case ev.RunsFinished():
@@ -279,7 +279,7 @@ def _gather(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             version, newest = event.model_version_end, change["model_version"]
             change["model_version"] = version if newest is None else max(newest, version)
             change["finished"] += isinstance(event, ev.TaskFinished)
-        case ev.TasksDispatched():  # the first attempt of a task's first unit happens once
+        case ev.TasksDispatched():  # each task's first unit has a first attempt exactly once
             change["state"] = BatchLifecycleState.RUNNING.value
             change["sent"] += sum(unit.run_id_base == 0 and unit.attempt == 1 for unit in event.units)
         case ev.TasksAdded():
@@ -322,7 +322,7 @@ def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
 
 
 def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
-    """Return the first train batch that was finalized after this position, and its position."""
+    """Return the first train batch that was finalized after a position, and the position of its BatchFinalized."""
     delivery = log.query(lambda connection: experience_usage.next_delivery(connection, after))
     return None if delivery is None else (orjson.loads(delivery[0]), delivery[1])
 
@@ -339,10 +339,10 @@ def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, 
 
 
 def untrained_since(connection: sa.Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
-    """Return the train batches that a trainer back at `step` has yet to use, as (batch id, first and last position).
+    """Return the train batches that a trainer still has to use after going back to `step`.
 
-    Batches trained after `step` come first, in the order of their steps. Then come the untrained batches that were
-    finalized up to `position`, in the order in which they ended.
+    Each is (batch id, first position, last position). First come the batches trained after `step`, in the order of
+    their steps. Then come the untrained batches that were finalized up to `position`, in the order of their ends.
     """
     c = batches.c
     rows = connection.execute(
@@ -379,7 +379,7 @@ def read_totals(connection: sa.Connection) -> list[Totals]:
 
 
 def read_losses(connection: sa.Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
-    """Return the number of lost attempts, tasks and experiences by (what, why), of one batch or all."""
+    """Return {(`attempt`, `task` or `experience`, reason): number of losses}, of one batch or all."""
     c = losses.c
     query = sa.select(c.what, c.why, sa.func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
     if stream is not None:

@@ -1,7 +1,8 @@
-"""Runners' lives and weights versions, from streams `runner/...` and `weights`, in tables of the read models.
+"""Read models of runners' lives and of weights versions, folded from streams `runner/...` and `weights`.
 
-The tables have one row for each life, publication, load, and version in a batch's delivery. The only events of tasks
-that change them are the attempts lost with a runner.
+A life is one incarnation of a runner, from the start of its process to the end. The tables have a row for each life,
+each publication and load of weights, and each weights version in a batch's delivery. Batch events change the lives only
+if an attempt was lost with its runner.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ __all__ = [
 class RunnerIncarnation:
     runner: str
     model: str
-    """Model that it serves: `rollout` or the name of an auxiliary model."""
+    """Model that its engine serves: `rollout` or the name of an auxiliary model."""
     incarnation: int
     pid: int
     host: str
     engine: str
     places: int
     started_at: float | None
-    """Unix seconds, like all fields that end in `_at`; None if it ended before it reported its start."""
+    """Unix seconds, or None if it ended before it reported its start. Fields that end in `_at` are unix seconds."""
     ready_at: float | None
     load_seconds: float | None
     ended_at: float | None
     how: str
-    """`running`, `lost`, `retired`, `failed`, `quarantined` or `replaced`. `replaced`: its end was not recorded, for
-    example because the whole system ended, and a later life began at `ended_at`."""
+    """State: `running`, `lost`, `retired`, `failed`, `quarantined` or `replaced`. `replaced`: the log has no end of
+    this life, for example because the whole system ended, and the next life began at `ended_at`."""
     reason: str
     model_version: int
     attempts_lost: int
     seconds_lost: float
-    """Total time of the lost attempts, from dispatch to its end, without the time that the whole system was down."""
+    """Total time of the lost attempts, from their dispatch to the end of this life or of the whole system."""
 
     @property
     def state(self) -> str:
@@ -72,7 +73,7 @@ class RunnerIncarnation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLives:
-    """Last life of a runner, and totals over all its lives."""
+    """A runner's last life, and totals over all its lives."""
 
     name: str
     last: RunnerIncarnation
@@ -80,16 +81,16 @@ class RunnerLives:
     """State of the last life, from `visible_state`."""
     lives: int
     deaths: int
-    """Number of unintentional ends, including those of `with_host`."""
+    """Number of lives that ended unintentionally, including `with_host`."""
     with_host: int
-    """Number of deaths because its host was lost or left."""
+    """Number of lives that ended because the host was lost or left."""
     attempts_lost: int
     seconds_lost: float
     all: list[RunnerIncarnation]
 
 
 def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> list[RunnerLives]:
-    """Group lives by runner, in natural order of names. `up`: whether the system's processes live."""
+    """Group lives by runner, in natural order of names. `up`: as in `visible_state`."""
     runners: dict[str, list[RunnerIncarnation]] = {}
     for life in lives:
         runners.setdefault(life.runner, []).append(life)
@@ -107,14 +108,14 @@ def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoad:
-    """Successful or failed load of a version by one runner."""
+    """Successful or failed load of a weights version by one runner."""
 
     runner: str
     incarnation: int
     at: float
-    """Unix seconds of its end."""
+    """End of the load, in unix seconds."""
     seconds: float
-    """Load time; 0 if it failed."""
+    """Duration of the load; 0 if it failed."""
     error: str | None
 
 
@@ -127,10 +128,10 @@ class WeightsVersion:
     """Unix seconds of its first publication."""
     position: int
     method: str
-    """Method of its last publication: a version in memory may be published again as a checkpoint."""
+    """Method of its last publication. A version in memory may be published again as a checkpoint."""
     path: str
     loads: list[WeightsLoad] = field(default_factory=list)
-    """Loads in order, without engines that started with this version."""
+    """Successful loads in order. Engines that started with this version have none."""
     failures: list[WeightsLoad] = field(default_factory=list)
 
 
@@ -207,7 +208,7 @@ _LAST_PUBLISHED = Prepared(sa.select(_published.c.version).order_by(_published.c
 
 
 def storable(value: str, limit: int = 2000) -> str:
-    """Return the text without NUL, which PostgreSQL can't store, cut to `limit` characters."""
+    """Return a text without NUL, which PostgreSQL can't store, cut to `limit` characters."""
     return value[:limit].replace("\0", "\ufffd")
 
 
@@ -240,7 +241,7 @@ def apply(group: Gathered, item: Recorded) -> None:
 
 
 def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
-    """Set these columns in the row of the event's life, which is added if it is missing."""
+    """Set these columns in the row of the life that the event names. Insert the row if it is missing."""
     parameters = _life_key(event) | {f"new_{name}": value for name, value in values.items()}
     if not _change_life(tuple(values)).change(connection, parameters):
         key = {"runner": storable(event.runner, 255), "incarnation": event.incarnation}
@@ -259,7 +260,7 @@ def _change_life(names: tuple[str, ...]) -> Prepared:
 
 
 def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
-    """End a life. The first end sets the time; a later one (lost, then quarantined) may set state and reason."""
+    """Record the end of a life. The first end sets the time. A second one (lost, then quarantined) sets the state."""
     how, reason = item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
     life = _END_OF_LIFE.first(connection, _life_key(event))
     ended_at, earlier_reason = (None, "") if life is None else life
@@ -270,7 +271,7 @@ def _end_life(connection: sa.Connection, item: Recorded, event: Any) -> None:
 
 
 def add_deliveries(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
-    """Add the number of a batch's delivered experiences by weights version."""
+    """Add rows with the number of a batch's delivered experiences from each weights version."""
     counts = Counter[int]()
     for count, version in event.model_versions:
         counts[version] += count
@@ -280,7 +281,7 @@ def add_deliveries(group: Gathered, item: Recorded, event: ev.BatchFinalized) ->
 
 
 Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
-"""(stream version, unix seconds) of each dispatch in a batch, by (runner, incarnation, task, first run, attempt)."""
+"""(runner, incarnation, task, first run, attempt) -> (stream version, unix seconds) of its dispatches in a batch."""
 
 
 def add_lost_attempt(
@@ -289,8 +290,8 @@ def add_lost_attempt(
 ) -> None:
     """Add an attempt that was lost with its runner to the row of the runner's life.
 
-    Reads the dispatch time from the log, in the same transaction. `dispatches` caches these times by stream and life,
-    `system_ends` caches the ends of the whole system by append.
+    The dispatch time is read from the log in this transaction. `dispatches` caches dispatch times by stream and life,
+    `system_ends` caches times of `_system_end` by commit id.
     """
     life_key = _life_key(event)
     life = _BEGIN_AND_END.first(connection, life_key)
@@ -298,13 +299,13 @@ def add_lost_attempt(
         return
     first_position, ended_at = life
     batch_life = item.stream, event.runner, event.incarnation
-    if batch_life not in dispatches:  # read only since the life began, because the stream may be long
+    if batch_life not in dispatches:  # read from the life's begin on, because the stream may be long
         dispatches[batch_life] = _dispatch_times(connection, item.stream, first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     dispatch_times = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
         system_ends[item.commit_id] = _system_end(connection, item)
-    lost_at = item.recorded_at  # the loss may be recorded long after the end of the life, or of the whole system
+    lost_at = item.recorded_at  # perhaps long after the end of the life or of the whole system
     if ended_at is not None:
         lost_at = min(ended_at, lost_at)
     elif (system_end := system_ends[item.commit_id]) is not None:
@@ -314,7 +315,10 @@ def add_lost_attempt(
 
 
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
-    """Return the time of a system's last event if the next coordinator recorded this loss at its start, else None."""
+    """Return when the whole system ended, if a coordinator recorded this loss in the commit of its start; else None.
+
+    This is the time of the last event before the start.
+    """
     e = schema.events.c
     start_query = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
@@ -327,7 +331,10 @@ def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
-    """Select the last event before a coordinator's start, skipping those recorded while there was no coordinator."""
+    """Return a query for the last event that the coordinator before this start recorded.
+
+    It skips events that are recorded without a coordinator (ClockStepped, RewindAccepted).
+    """
     e = schema.events.c
     return sa.select(schema.events).where(
         e.position < position, e.commit_id != commit_id, e.type.not_in(["ClockStepped", "RewindAccepted"])
@@ -335,7 +342,7 @@ def before_start(position: int, commit_id: str) -> sa.Select[Any]:
 
 
 def _dispatch_times(connection: sa.Connection, stream: str, after: int) -> Dispatched:
-    """Return the times of the dispatches of a batch after this position."""
+    """Return the dispatches in a batch's stream after a position."""
     e = schema.events.c
     query = sa.select(e.version, e.recorded_at, e.data).where(
         e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM
@@ -356,23 +363,26 @@ def current_version(connection: sa.Connection) -> int:
 
 
 def current_version_in(group: Gathered) -> int:
-    """Return the current weights version, including events of this group that are not written yet."""
+    """Return the current weights version, from buffered rows of this group or else from the table."""
     unwritten = group.waiting(_NEW_PUBLISHED)
     return int(unwritten[-1]["version"]) if unwritten else current_version(group.connection)
 
 
 def natural(name: str) -> list[str | int]:
-    """Return a sort key that puts runner-2 before runner-10."""
+    """Return the natural sort key of a name, which puts runner-2 before runner-10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def visible_state(life: RunnerIncarnation, up: bool | None) -> str:
-    """Return the life's `how`, or `gone` if the log shows no end of it but its system is down (`up` is False)."""
+    """Return the state of a life: its `how`, or `gone` if it is `running` by the log but its system is down.
+
+    `up`: False if the system is down, None if unknown.
+    """
     return "gone" if life.how == "running" and up is False else life.how
 
 
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
-    """Return all lives, by runner and incarnation. One without a recorded end before the last is `replaced`."""
+    """Return all lives, ordered by runner and incarnation. A life without an end before a later one is `replaced`."""
     columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
     rows = connection.execute(sa.select(*columns).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     lives = [RunnerIncarnation(**row) for row in rows]
@@ -383,7 +393,7 @@ def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
 
 
 def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:
-    """Return (last incarnation, state) of each runner."""
+    """Return {runner: (last incarnation, state)}."""
     return {life.runner: (life.incarnation, life.state) for life in read_lives(connection)}
 
 
@@ -394,7 +404,7 @@ def last_incarnation(connection: sa.Connection) -> int:
 def read_weights(
     connection: sa.Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
-    """Return the published versions in order: all, one `version`, or the newest `limit` after skipping `offset`."""
+    """Return published versions in order: all, one `version`, or the newest `limit` after skipping `offset`."""
     first_position = sa.func.min(_published.c.position)
     version_query = sa.select(_published.c.version).group_by(_published.c.version).order_by(first_position.desc())
     if version is not None:
@@ -420,13 +430,13 @@ def count_weights(connection: sa.Connection) -> int:
 
 
 def read_made(connection: sa.Connection) -> dict[int, int]:
-    """Return the number of delivered experiences by weights version, version 0 (the original model) included."""
+    """Return {weights version: number of delivered experiences that it made}. Version 0 is the original model."""
     query = sa.select(_made.c.version, sa.func.sum(_made.c.experiences)).group_by(_made.c.version)
     return {version: int(count) for version, count in connection.execute(query)}
 
 
 def batches_made_by(connection: sa.Connection, version: int, limit: int) -> list[tuple[str, int]]:
-    """Return at most `limit` (batch stream, number of its delivered experiences from this version), newest first."""
+    """Return (batch stream, number of delivered experiences that this version made), newest first, at most `limit`."""
     query = sa.select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
     rows = connection.execute(query.order_by(_made.c.position.desc()).limit(limit))
     return [(stream, count) for stream, count in rows]

@@ -1,6 +1,6 @@
-"""Answers of the proxy (mode `serve`), the fold of stream `answers`, in a table of the read models.
+"""Read model of the proxy's answers (mode `serve`), folded from stream `answers`.
 
-Thanks to the table, a start and a reward for an old answer take no longer as answers accumulate.
+With the table, neither a start nor a reward for an old answer has to read the whole stream.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _update_rows(connection: sa.Connection, messages: Sequence[str], columns: di
 
 
 def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
-    """Return the answers with these message ids, by id, without ids that are not in the table."""
+    """Return the answers with these message ids, by id. Unknown ids are left out."""
     states: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(sa.select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
@@ -85,19 +85,19 @@ def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, Answer
 
 
 def read_all(connection: sa.Connection) -> dict[str, AnswerState]:
-    """Return all answers by message id, in the order of recording."""
+    """Return all answers by message id, in the order in which they were recorded."""
     rows = connection.execute(sa.select(_table).order_by(_table.c.number))
     return {row.message: _to_state(row) for row in rows}
 
 
 def to_deliver(connection: sa.Connection) -> list[AnswerState]:
-    """Return the answers that are rewarded and not delivered, in the order of recording."""
+    """Return the answers that have a reward and are not delivered, in the order in which they were recorded."""
     query = sa.select(_table).where(_table.c.state == _REWARDED).order_by(_table.c.number)
     return [_to_state(row) for row in connection.execute(query)]
 
 
 def counts(connection: sa.Connection) -> dict[str, int]:
-    """Return the numbers of answers that are `recorded` (waiting for a reward), `rewarded` and `delivered`."""
+    """Return the number of answers in each state: `recorded` (without a reward), `rewarded`, `delivered`."""
     rows = connection.execute(sa.select(_table.c.state, sa.func.count()).group_by(_table.c.state))
     return dict.fromkeys((_RECORDED, _REWARDED, _DELIVERED), 0) | {row[0]: row[1] for row in rows}
 

@@ -1,10 +1,10 @@
-"""Integrity check of a log and everything that belongs to it, for `Log.verify` and `trinity-es verify`.
+"""Integrity check of a log, its read models and its payloads, for `Log.verify` and `trinity-es verify`.
 
-One pass over the events checks the hash chain (events/store/checks/verify), recomputes every final result, and folds
-the read models into a temporary SQLite database. Then one transaction compares every row of the log's read models with
-those, and checks the checkpoints, leases and table definitions. Last, every payload is checked against its digest, and
-missing ones are reported. Nothing is written or repaired. Memory does not grow with the events, because compared values
-lie in the temporary file. docs/OBSERVABILITY.md names what this can't detect.
+One pass over the events checks the hash chain (events/store/checks/verify.py), recomputes every final result, and folds
+the read models into a temporary SQLite database. Then one transaction compares each row of the log's read models with
+the folded ones, and checks the checkpoints, leases and table definitions. Last, every payload is checked against its
+digest, and missing payloads are reported. Nothing is changed. Memory does not grow with the events, because the folded
+tables are in a temporary file. docs/OBSERVABILITY.md lists what this can't detect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 _SPACE = re.compile(r"[ \t\n]+")
 _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
-# The trigger must be enabled, unconditional, before each UPDATE, DELETE and TRUNCATE, with the function that refuses.
+# The trigger must be enabled and unconditional, fire before each UPDATE, DELETE and TRUNCATE, and call our function.
 _TRIGGER_REFUSES = text(
     "SELECT tgenabled IN ('O', 'A') AND tgtype = 58 AND tgqual IS NULL AND prosrc = :body "
     "FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
@@ -64,9 +64,9 @@ class Verification:
     url: str
     """URL of the log, without a password."""
     problems: list[str] = field(default_factory=list)
-    """Problems, each with its place; [] if the log is sound."""
+    """Problems, each naming a position, stream or row; [] if the log is sound."""
     notes: list[str] = field(default_factory=list)
-    """Observations that are no problems, such as payloads that no event names."""
+    """Observations that are no problems, such as payloads to which no event refers."""
     events: int = 0
     """Last checked position."""
     batches: int = 0
@@ -74,12 +74,15 @@ class Verification:
 
 
 def canonical(value: Any) -> bytes:
-    """Serialize a JSON value so that equal bytes mean equal values, floats to the last bit."""
+    """Serialize a JSON value so that equal values, and only these, give equal bytes."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """Recompute the final result from the state before it. If an older form equals the stored one, return that."""
+    """Recompute a batch's final result from the state before `finalized`.
+
+    If one form of `batch_result` equals the stored result, return that one, else the newest.
+    """
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     stored = canonical(finalized.result)
     results = (batch_result(state, metrics, form=form) for form in range(RESULT_FORMS, 0, -1))
@@ -89,11 +92,11 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
 def verify_log(
     url: str, progress: Progress | None = None, payload_progress: Progress | None = None, folder: str = "",
 ) -> Verification:
-    """Check the log at a database URL or file path. Its run may go on meanwhile.
+    """Check the log at a URL or file path. Its run may continue meanwhile.
 
-    `progress(done, total)` counts events, `payload_progress` payloads. `folder`: place of this host's memory of the log
-    (`Memory`), if that is neither where the log's config says nor beside the log. Raises LogNotFound, NotALog for
-    something that never was a log, and LogUnavailable for a database that can't be reached.
+    `progress(done, total)` counts events, `payload_progress` counts payloads. `folder`: folder of this host's memory
+    file (`Memory`), if it is neither in the folders of the log's config nor beside the log. Raises LogNotFound, NotALog
+    for a file that never was a log, and LogUnavailable for a database that can't be reached.
     """
     try:
         log = EventLog.open(url, read_only=True)
@@ -109,7 +112,7 @@ def verify_log(
 
 
 def _was_log(url: str) -> bool:
-    """Return True if an unreadable file was a log: names of a log's tables are near its beginning."""
+    """Return True if an unreadable file was a log, because its first MiB has a name of a log's table."""
     path = file_of(url)
     if path is None or not path.is_file():
         return False
@@ -119,7 +122,7 @@ def _was_log(url: str) -> bool:
 
 
 def _damaged_pages(url: str) -> list[str]:
-    """Return SQLite's problems with the pages of a file that can't be opened as a log."""
+    """Check the pages of a SQLite file that can't be opened as a log, and return SQLite's problems."""
     path = file_of(url)
     if path is None or not path.is_file():
         return []
@@ -133,7 +136,7 @@ def verify_open(
     log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
     folder: str = "",
 ) -> Verification:
-    """Check an open log like `verify_log`; `url` leads to its payload store."""
+    """Check an open log as `verify_log` does. `url`: its URL, to open the payload store."""
     report = Verification(url=log.url)
     claims = remembered_log_end.read_claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
@@ -153,26 +156,26 @@ def verify_open(
 
 # --- one pass over the events -----------------------------------------------------------------------------------------
 class _Fold:
-    """Fold of all events (a `store.verify.Watcher`) into the expected tables and the payloads needed."""
+    """Fold of all events into the expected read models and the needed payloads, a Watcher of `EventLog.verify`."""
 
     def __init__(self, log: EventLog, projectors: Sequence[Projector]) -> None:
         self._log = log
         self.problems, self.notes = Problems(), list[str]()
         self.last = 0
         self.batches: dict[str, tuple[str, int]] = {}
-        """(state, number of tasks) of each batch, by stream."""
+        """Stream -> (state, number of tasks) of each batch."""
         self._projectors = projectors
         self._open_batches: dict[str, BatchState] = {}
         self._broken_streams: set[str] = set()
         """Streams with an event that could not be folded."""
         self._tables_are_folded = True
-        """False from the first events on that a projector could not fold."""
+        """False if a projector failed to fold some events."""
         self._last_epochs: dict[str, int] = {}
-        """Epoch of the last holder of each lease that wrote events, by name of the lease."""
+        """Name of a lease -> epoch of its last holder that wrote events."""
         self._open_leases: OpenLeases = {}
         self._last_start: ev.CoordinatorStarted | None = None
         self._starts: list[tuple[int, str]] = []
-        """(position, commit id) of each coordinator's start in this page of events, and of the last one before."""
+        """(position, commit id) of each CoordinatorStarted in this page of events, and of the last one before."""
         # The name "" makes a temporary database that spills to disk and that SQLite deletes on close.
         self.scratch = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
@@ -186,7 +189,7 @@ class _Fold:
         self._expected_definitions = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
         schema.drop_triggers(self._scratch_connection)
         self._has_hosts = False
-        """True if a host has joined; before that, all tasks end on the head's own runners."""
+        """True after a host has joined. Before that, all tasks finish on the head's own runners."""
         self.needs = Needs(self.scratch)
         self.scratch.execute("BEGIN")  # never committed
 
@@ -195,7 +198,7 @@ class _Fold:
         self._engine.dispose()
 
     def check_events(self, recorded: Sequence[Recorded]) -> None:
-        """Fold the next events. A batch or lease event that can't follow, or can't be folded, is a problem."""
+        """Fold the next events. Report batch and lease events that can't follow the earlier ones."""
         self.last = recorded[-1].position
         for item in recorded:
             if "lease" in item.metadata:
@@ -213,7 +216,7 @@ class _Fold:
         del self._starts[:-1]
 
     def _project(self, recorded: Sequence[Recorded]) -> None:
-        """Fold these events into the expected tables. If that fails, the tables are not compared."""
+        """Fold these events into the expected read models. If a projector fails, report that and stop folding."""
         try:
             self._copy_events_for_projectors(recorded)
             for projector in self._projectors:
@@ -229,7 +232,7 @@ class _Fold:
             )
 
     def _copy_events_for_projectors(self, recorded: Sequence[Recorded]) -> None:
-        """Copy the earlier events (dispatches, starts, ends of tasks) that the projectors read."""
+        """Copy earlier events that projectors query (dispatches, starts, ends of tasks) into the scratch database."""
         types_by_stream: dict[str, set[str]] = {}
         queries: list[Select[Any]] = []
         for item in recorded:
@@ -259,7 +262,7 @@ class _Fold:
             self._scratch_connection.execute(insert(schema.events), list(events.values()))
 
     def _fold_batch_event(self, item: Recorded) -> None:
-        """Fold one event of a batch. If it can't follow, report that, and skip the batch's later events."""
+        """Fold one event of a batch. If it can't follow earlier ones, report that and skip the batch's later events."""
         if isinstance(item.event, ev.BatchSubmitted):
             self._broken_streams.discard(item.stream)
         if item.stream in self._broken_streams:
@@ -273,7 +276,7 @@ class _Fold:
                               f"what came before it: {type(e).__name__}: {e}")
 
     def _fold_lease_event(self, item: Recorded) -> None:
-        """Fold one lease event, and check that the attempt that takes a lease is running."""
+        """Fold one lease event, and report it if it can't follow, or if a lease was taken by an attempt not running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
             evolve_leases(self._open_leases, item.event)
@@ -291,7 +294,7 @@ class _Fold:
                 self.problems.add(f"{where}: the attempt that took it was not running on that runner")
 
     def _evolve_batch(self, item: Recorded) -> None:
-        """Fold one event of a batch. Later events of an ended batch change nothing that is compared."""
+        """Fold one event of a batch, and compare its final result. Skip events after the batch's end."""
         event, stream = item.event, item.stream
         state = self._open_batches.get(stream)
         if state is None and stream in self.batches and not isinstance(event, ev.BatchSubmitted):
@@ -311,7 +314,7 @@ class _Fold:
 
     # --- comparison with the tables ---------------------------------------------------------------------------------
     def finish(self, connection: Connection, head: Head, is_complete: bool) -> None:
-        """Make the checks that need the whole log; those of the read models only if all events were read."""
+        """Do the checks that need the whole log. Compare the read models only if all events were folded."""
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
@@ -339,7 +342,7 @@ class _Fold:
         compare_tables(connection, self.scratch, self.problems)
 
     def _check_batches(self) -> None:
-        """Compare state and number of tasks of each batch in the read models with those of a replay."""
+        """Compare state and number of tasks of each batch in the folded read model with those of a replay."""
         rows = {stream: (state, tasks) for stream, state, tasks in self.scratch.execute(
             "SELECT stream, state, tasks FROM rm_batch")}
         for stream, replayed in self.batches.items():
@@ -366,7 +369,7 @@ class _Fold:
             if name not in stored:
                 if table in NEWER and self.scratch.execute(f"SELECT 1 FROM {table}").fetchone() is None:
                     continue  # a log of an older release may lack a table that would be empty
-                if name == table or table in stored:  # if not, its missing table is reported
+                if name == table or table in stored:  # otherwise only the missing table is reported
                     self.problems.add(f"{kind} {name} is missing")
             elif stored[name] != expected[name]:
                 self.problems.add(f"{kind} {name} is defined as {short(stored[name], 300)}, expected "
@@ -405,7 +408,7 @@ class _Fold:
             self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")
 
     def _check_leases(self, connection: Connection, head: Head) -> None:
-        """Compare epoch and owner of each lease with the events that its holders wrote."""
+        """Compare epoch and owner of each lease with the events that the lease's holders wrote."""
         with raw_text(connection):
             rows = connection.execute(text("SELECT name, epoch, owner FROM es_lease")).all()
         for name, epoch, owner in rows:

@@ -1,6 +1,7 @@
-"""Check of a log's payloads: each matches its digest, and every payload that an event needs is there.
+"""Check of a log's payloads: each matches its digest, and every payload that an event needs exists.
 
-The needed digests lie in a temporary database and both lists are read in the same order, so memory holds neither.
+The needed digests are in a temporary database. Needed and stored digests are read in the same order, so memory does not
+hold either list.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
 __all__ = ["Needs", "Payloads"]
 
 MOST_NAMED = 5
-"""Number of items that a note names before it only counts them."""
+"""Maximum number of items that a note names. Others are only counted."""
 
 
 class Needs:
-    """Payloads that the events so far need, with the owner of each. Experiences of batches may be freed later."""
+    """Payloads that the events so far need, and the owner of each in words. Batches may free theirs later."""
 
     def __init__(self, scratch: sqlite3.Connection) -> None:
         self._scratch = scratch
-        self._submitted: dict[str, int] = {}  # position of each batch's last submission, by stream
-        self._freed: dict[str, int] = {}  # position at which a batch was last freed, by stream
+        self._submitted: dict[str, int] = {}  # batch stream -> position of the last submission
+        self._freed: dict[str, int] = {}  # batch stream -> position at which its payloads were last freed
         self.last_position = 0
         """Position of the last noted event."""
         columns = "digest TEXT, owner TEXT, stream TEXT, position INTEGER, task INTEGER"
         scratch.execute(f"CREATE TEMP TABLE needed ({columns})")
-        self._open: dict[str, BatchId] = {}  # batches that have not ended, by stream
+        self._open: dict[str, BatchId] = {}  # stream -> id of each batch that has not ended
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def note_events(self, recorded: Iterable[Recorded]) -> None:
-        """Note which payloads these events need. A reopened task no longer needs its earlier ones."""
+        """Add the payloads that these events need. Remove those of tasks that were reopened."""
         rows: list[tuple[str, str, str | None, int, int | None]] = []
         for item in recorded:
-            if isinstance(item.event, ev.TaskReopened):  # it no longer needs its payloads
+            if isinstance(item.event, ev.TaskReopened):  # the task's earlier payloads are no longer needed
                 self._insert(rows)
                 rows = []
                 task = item.stream, item.event.task
@@ -52,27 +53,28 @@ class Needs:
         self._insert(rows)
 
     def _insert(self, rows: Sequence[tuple[str, str, str | None, int, int | None]]) -> None:
-        """Add rows of (digest, owner, stream, position, task) to the needed payloads, if a store keeps them."""
+        """Add rows (digest, owner, stream, position, task) to the needed payloads, except for inline payloads."""
         stored = [row for row in rows if not is_inline(row[0])]
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", stored)
 
     def way_out(self, digest: str) -> str:
-        """Return the command that replaces a lost payload, as the end of a sentence; empty if there is none."""
+        """Return advice to generate a lost payload again, as the end of a sentence; "" if that is impossible."""
         rows = self._scratch.execute(
             "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
             "ORDER BY stream, task", (digest,),
         )
         tasks_by_batch: dict[BatchId, list[str]] = {}
-        for stream, task, submission_position in rows:  # tasks of an earlier submission can't run again
+        for stream, task, submission_position in rows:  # tasks of an earlier submission can't be run again
             if stream in self._open and submission_position == self._submitted[stream]:
                 tasks_by_batch.setdefault(self._open[stream], []).append(str(task))
         commands = [f"`trinity-es redo {batch_id} {' '.join(tasks)}`" for batch_id, tasks in tasks_by_batch.items()]
         return f"; run its tasks again with {' and '.join(commands)}" if commands else ""
 
     def _needed_by(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
-        """Yield (digest, owner, stream, position) of each payload that an event needs; note submissions, ends, frees.
+        """Yield (digest, owner, stream, position) of each payload that an event needs.
 
-        `stream` is set if the payload may be freed with its batch, which was then submitted at `position`.
+        If the payload may be freed with its batch, `stream` is the batch's and `position` is that of its submission.
+        Otherwise `stream` is None. Also record submissions, ends and frees of batches.
         """
         event, stream = item.event, item.stream
         owner = stream.replace("/", " ", 1)
@@ -103,11 +105,11 @@ class Needs:
                 self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
 
     def free(self, freed: Mapping[str, int]) -> None:
-        """Note the batches whose payloads were freed. `freed`: position of the event, by batch stream."""
+        """Record batches whose payloads were freed, as {batch stream: position of the PayloadsFreed}."""
         self._freed |= freed
 
     def listed(self) -> Iterator[tuple[str, str]]:
-        """Forget payloads of freed batches; return (digest, owner) of each other needed one, in order of digests."""
+        """Remove the payloads of freed batches. Return (digest, owner) of each needed payload, in order of digests."""
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
         self._freed = {}
         self._scratch.execute(
@@ -121,7 +123,7 @@ class Needs:
 
 
 class Payloads:
-    """Comparison of the payloads in the store with those that are needed, in one pass over both."""
+    """Comparison of the payloads in a store with the needed payloads, in one pass over both."""
 
     def __init__(self, log: EventLog, url: str, needs: Needs) -> None:
         self._log, self._url, self._needs = log, url, needs
@@ -129,7 +131,7 @@ class Payloads:
         self.read_count = 0
 
     def check(self, progress: Callable[[int, int], None] | None) -> None:
-        """Read all payloads; `progress(done, total)` counts them."""
+        """Read all payloads, and fill `problems` and `notes`. `progress(done, total)` counts payloads."""
         needed = self._needs.listed()
         try:
             store = open_payloads(self._url, create=False)
@@ -144,7 +146,7 @@ class Payloads:
     def _compare(
         self, store: PayloadStore, needed: Iterator[tuple[str, str]], progress: Callable[[int, int], None] | None
     ) -> None:
-        """Go through the stored and the needed payloads, both in order of digests, and report differences."""
+        """Merge the stored and the needed digests, both in order, check each payload, and report differences."""
         needed_count = len(self._needs)
         missing_payloads: list[tuple[str, str]] = []
         unneeded_digests: list[str] = []
@@ -173,13 +175,13 @@ class Payloads:
         self._add_note(store.strays(), "files in the payload store are not payloads")
 
     def _add_note(self, names: Sequence[str], text: str) -> None:
-        """Note the number of these names, and the first of them."""
+        """Add a note with the number of these names and the first few, unless there are none."""
         if names:
             more = ", ..." if len(names) > MOST_NAMED else ""
             self.notes.append(f"{len(names)} {text}: {', '.join(names[:MOST_NAMED])}{more}")
 
     def _check_payload(self, store: PayloadStore, digest: str, owner: str) -> bool:
-        """Return True if the payload exists, also if it is corrupt, which is reported. `owner`: "" if none needs it."""
+        """Return True if a payload exists, and report it if it is corrupt. `owner`: "" if no event needs it."""
         try:
             store.get(digest)
         except PayloadNotFound:

@@ -1,4 +1,4 @@
-"""Check of a log against what this host remembers of it."""
+"""Check of a log against the claims about its end in this host's memory files (`Memory`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["loss_text", "read_claims"]
 
 
 def read_claims(log: EventLog, url: str, folder: str) -> list[Claim]:
-    """Return what this host remembers of the log, from beside the key of its last system and beside the log's file."""
+    """Return this host's claims about the log. Memory files may be beside the system's key, in its log folder or
+    beside the log's file."""
     folders = [folder] if folder else []
     with suppress(*UNREADABLE, errors.LogError):
         last_start = log.last("system", "SystemConfigured")
@@ -37,7 +38,7 @@ def read_claims(log: EventLog, url: str, folder: str) -> list[Claim]:
 
 
 def loss_text(log: EventLog, remembered: Sequence[Claim]) -> str | None:
-    """Return a text on remembered events that the log lacks; None if it has all of them."""
+    """Describe the loss if the log lacks remembered events; None if it has all of them."""
     with suppress(*UNREADABLE, errors.LogCorrupt):  # an unreadable head or event is already reported
         head, missing_claims = log.lost_claims(remembered)
         return rewound(log.url, head, missing_claims).message if missing_claims else None

@@ -18,14 +18,14 @@ from trinity_es.projections.tables import host_work, open_leases
 __all__ = ["NEWER", "REBUILD", "UNREADABLE", "compare_tables", "short"]
 
 UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
-"""Errors of a damaged file: those of the driver, whose text may not be UTF-8, and those of values of other types."""
+"""Errors that a damaged file may cause: of the driver, of text that is not UTF-8, and of values of wrong types."""
 NEWER = {open_leases.NAME, host_work.NAME}
-"""Tables that logs of older releases lack, which is no problem if they would be empty."""
+"""Tables that logs of older releases lack. This is no problem if the table would be empty."""
 REBUILD = "run `trinity-es rebuild`"
 
 
 def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems: Problems) -> None:
-    """Report every row of the read models that differs from the folded one in `scratch`."""
+    """Report every row of the log's read models that differs from the expected row in `scratch`."""
     for table, columns, key in _tables(scratch):
         try:
             _compare(connection, scratch, problems, table, columns, key)
@@ -50,7 +50,7 @@ def _compare(
     connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
     key: list[int],
 ) -> None:
-    """Compare one table: each of its rows with the expected one, then look for rows that it lacks."""
+    """Compare each row of a table with the expected one, then report expected rows that the table lacks."""
     table_exists = inspect(connection).has_table(table)
     stored = {column["name"] for column in inspect(connection).get_columns(table)} if table_exists else set()
     (expected_count,) = scratch.execute(f"SELECT count(*) FROM {table}").fetchone()

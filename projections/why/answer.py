@@ -1,4 +1,4 @@
-"""Answer of `why`: what a batch waits for, as values and as text."""
+"""Answer of `why` about a batch: everything that the batch waits for, as values and as text for people."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ __all__ = [
 ]
 
 SHOWN = 5
-"""Maximum number of lines of each kind in the text; the JSON has all."""
+"""Maximum number of lines of each kind in the text. The JSON has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
+    """One thing that a batch waits for."""
+
     cause: str
     """Cause, one of:
 
-    - of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (the
-      system ended), `away` (its host is not heard of)
+    - of a unit on a runner: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished),
+      `interrupted` (the system ended), `away` (the coordinator does not hear from its host)
     - of a host: `draining`, `host_lost`
-    - of a runner that gets no units: `loading`, `server` (an external server is not there), `weights`, `failed`,
+    - of a runner that gets no units: `loading`, `server` (its external server does not answer), `weights`, `failed`,
       `quarantined`, `lost`, `ended`
     - of a runner that could not load the current weights: `refused`
     - of units without a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`
@@ -40,35 +42,36 @@ class Waiting:
     - of the log: `no_database`
     """
     what: str
+    """Subject of the wait, such as a unit, a runner or the trainer."""
     text: str
     """One sentence without a full stop."""
     task: int | None = None
     attempt: int | None = None
     charged_attempt: int | None = None
-    """Number of the attempt among those that count against `max_attempts`. Attempts lost with a runner don't count."""
+    """Number of the attempt among those that count towards `max_attempts`. Attempts lost with a runner don't count."""
     max_attempts: int | None = None
     runner: str | None = None
     incarnation: int | None = None
     since: float | None = None
     """Unix seconds."""
     seen: float | None = None
-    """Last sign of life of its runner, unix seconds."""
+    """Unix seconds of the runner's last sign of life."""
     limit: float | None = None
-    """Limit of the attempt in seconds."""
+    """Time limit of the attempt in seconds."""
     host: str = ""
-    """Host that the batch waits for, or host of `runner`; empty: the head's own."""
+    """Host that the batch waits for, or host of `runner`; empty for the head's own host."""
     server: str = ""
-    """URL of the external server that is its runner's engine, if the running system reported it."""
+    """URL of the external server that is the runner's engine, if the running system reported it."""
     resume: str = ""
     """Command that resumes the `trinity-es run`, if the system is gone or all runs of a step failed."""
     system_up: bool = False
-    """If all runs of a step failed: whether its system runs, so that its runners have loaded the code that failed."""
+    """True if all runs of a step failed and the system still runs, with the code that failed loaded in its runners."""
     person: bool = False
     """True if the wait lasts until a person acts."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identity, which time alone does not change."""
+        """Identity of the wait, which does not change as time passes."""
         cause = "running" if self.cause == "slow" else self.cause
         return (cause, self.task, self.attempt, self.runner, self.incarnation)
 
@@ -158,7 +161,7 @@ class Why:
 
 
 def restart_advice(runner: str, server: str) -> str:
-    """Return how to restart a runner or remove its server. `server`: URL of its server; empty if it has none."""
+    """Return the commands that restart a runner or remove its server. `server`: the server's URL, empty without one."""
     command = f"`trinity-es restart-runner {runner}`"
     return command + (f", or remove its server: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
@@ -170,10 +173,10 @@ def weights_advice(server: str) -> str:
 
 
 def resume_command(store: str) -> str:
-    """Return the command that resumes the `trinity-es run` of a store.
+    """Return the command that resumes the `trinity-es run` of the store at this URL.
 
-    It names the log, because the config file may belong to another run if `--set` gave this one its name. If the
-    log's URL is unknown or lacks its password, the command names the config file.
+    The command names the log. (The config file may belong to another run, if this run's name came from `--set`.) If
+    the URL is empty or lacks its password, the command names the config file.
     """
     if not store or "***" in store:
         return "trinity-es resume CONFIG"
@@ -190,7 +193,7 @@ def resume_after_fix(resume: str) -> str:
 
 
 def resume_advice(resume: str) -> str:
-    """Return how to go on after a system died. `resume`: command that resumes its `trinity-es run`, if it was one."""
+    """Return advice on how to continue after a system died. `resume`: command that resumes its run, if known."""
     command = (f"`{resume}` goes on with the run where it stopped" if resume else
                "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")
     return f"{command}; finished tasks are not run again"
@@ -225,11 +228,11 @@ _WAYS = {
 
 
 OF_TRAINER = {"finalize", "finalize_failed", "groups_missing", "grace", "paused", "training", "all_failed", "nothing"}
-"""Causes that are never a stall."""
+"""Causes for which the batch waits for its trainer, or for nothing. They are never a stall."""
 
 
 def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
-    """Return answers from the running system's status while the log can't be read, because of `error`."""
+    """Make answers for open batches from the running system's status, if `error` prevents reads of the log."""
     text = str(live.get("trouble") or error)
     waiting = (Waiting(cause="no_database", what="the database", text=text, person=True),)
     return [
@@ -244,7 +247,7 @@ def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
 
 
 def span(seconds: float) -> str:
-    """Return a duration as text for people, such as `2 h 5 min`."""
+    """Return a duration as text, such as `2 h 5 min`."""
     seconds = max(0.0, seconds)
     if seconds < 10:
         return f"{seconds:.1f} s"

@@ -1,11 +1,11 @@
-"""Explanation of what a batch waits for, where and since when: the answer of `why` (promise 7). Pure.
+"""Explanation of what a batch waits for, on which runner or host and since when (promise 7). Pure.
 
 `why` explains one batch from a `SystemSnapshot`, a fold of the log. A running system knows more than its log, such as
 the last sign of life of each runner. The caller passes the system's answer to `status` as `live`, and facts on its
 processes as `system`. Both are optional, and any of their fields may be missing.
 
-A unit is slow if it takes longer than the others did while its runner lives. A unit is hung if it is past its limit or
-its runner is silent, so that it will not finish by itself.
+A unit is slow if it takes much longer than other units and its runner lives. A unit is hung if it is past its time
+limit or its runner is silent, so that it will not finish by itself.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, resume_c
 from trinity_es.projections.why.host_waits import current_hosts, hosts_without_units, with_host_state
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,
-    behind,
-    coordinator_away,
+    coordinator_absence,
     has_no_server,
-    idle,
-    refuses,
+    refuses_weights,
     serves,
     short,
+    wait_for_idle_runner,
+    wait_for_outdated_runner,
 )
 from trinity_es.projections.why.system_state import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
 __all__ = ["why"]
 
 QUIET_SECONDS = 1.0
-"""Seconds after which the text says that a loop does not answer. It does not count as hung yet."""
+"""Seconds after which the text says that an engine's loop does not answer. It counts as hung later."""
 LATE_SECONDS = 5.0
-"""Seconds after its limit within which a unit's failure may still arrive."""
+"""Seconds after a unit's time limit in which the report of its failure may still arrive."""
 SLOW_TIMES = 3.0
-"""A unit is slow if it takes this many times the median of the others."""
+"""A unit is slow if it takes this many times the median of the finished units."""
 
 _RANK = {
     "unwritten": 0, "fenced": 0, "no_system": 0, "ending": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1,
@@ -53,10 +53,10 @@ _RANK = {
     "interrupted": 8, "refused": 9, "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
-"""Ranks of a runner that gets no units: if no runner does, and if others do."""
+"""Ranks of a runner that gets no units: if no runner gets any, and if other runners do."""
 _RANK_ASKED = 4.5
-"""Rank of an auxiliary model's runner that does not answer while units run that may ask it. Slow units come after it:
-they are often many and would hide it."""
+"""Rank of an auxiliary model's runner that does not answer while workflows may call it. It precedes slow units, which
+are often many and would hide it."""
 _STUCK = {"hung", "no_answer", "unstored"}
 """Causes that are a stall from the start."""
 _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log shows")
@@ -68,11 +68,12 @@ def why(
 ) -> Why:
     """Explain what the batch waits for. Raises BatchNotFound.
 
-    `live`: the running system's answer to `status` (`system`, `runners`, `batches`); None if it was not asked or did
-    not answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
-    `released` (it ended in order), `copied_from` (the original of this store, if the last coordinator belongs to that),
-    `kept` (pid of the keeper that restarts it), `ends` (why its remaining processes end by themselves), `asked` (False:
-    it was not asked, so a missing answer means nothing).
+    `live`: the running system's answer to `status`; None without an answer. `system`, facts on its processes:
+
+    - `up`: True if they exist, None if unknown; `asked`: False if the caller requested no status, so `live` is None
+    - `pid`, `host`: of the last coordinator; `released`: True if that system ended in order
+    - `copied_from`: the original of this store, if the last coordinator belongs to the original
+    - `kept`: pid of the keeper that restarts the system; `ends`: why its remaining processes end by themselves
     """
     batch = snapshot.batches.get(batch_id)
     if batch is None:
@@ -95,11 +96,11 @@ def why(
 
 
 Ranked = tuple[tuple[float, float], Waiting]
-"""((rank, start in unix seconds), `Waiting`)."""
+"""((rank, start in unix seconds), `Waiting`). The smallest comes first in an answer."""
 
 
 def _wait_of_ended(snapshot: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
-    """Return what an ended batch waits for: its trainer, a person if each of its runs failed, or nothing."""
+    """Return the `Waiting` of an ended batch: for its trainer, for a person if all its runs failed, or for nothing."""
     state = batch.state
     resume = resume_command(snapshot.store) if snapshot.of_run else ""
     cause, text = "nothing", "it waits for nothing"
@@ -130,6 +131,7 @@ def _waits_of_open(
     snapshot: SystemSnapshot, batch: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
     live: Mapping[str, Any] | None, system: Mapping[str, Any] | None,
 ) -> Iterator[Ranked]:
+    """Yield everything that an open batch waits for: system, trainer, units on runners, units without a runner."""
     def ranked(w: Waiting, rank: float | None = None) -> Ranked:
         return (_RANK[w.cause] if rank is None else rank, w.since or 0.0), w
 
@@ -158,15 +160,15 @@ def _waits_of_open(
         yield ranked(with_host_state(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
     lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
-        if r.state == "ready" and refuses(snapshot, r):
-            yield ranked(behind(r))
+        if r.state == "ready" and refuses_weights(snapshot, r):
+            yield ranked(wait_for_outdated_runner(r))
     auxiliary = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
     removed = {name for name, r in lives.items() if r.leaving or (snapshot.of_servers and r.state == "retired")}
     lives = {name: r for name, r in lives.items() if name not in removed}  # no unit waits for a removed server
     for r in auxiliary if state.flights else ():
-        if r.state != "ready":  # a workflow that asks it waits until its attempt times out
-            w = idle(snapshot, r, now)
+        if r.state != "ready":  # a workflow that calls it waits until its attempt times out
+            w = wait_for_idle_runner(snapshot, r, now)
             yield ranked(replace(w, text=f"workflows that ask model {r.model}: {w.text}", person=False), _RANK_ASKED)
     if not state.pending:
         return
@@ -180,7 +182,7 @@ def _waits_of_open(
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
     serving = [r for r in lives.values() if serves(snapshot, r)]
     if serving:
-        yield ranked(_without_place(snapshot, batch, serving))
+        yield ranked(_wait_for_place(snapshot, batch, serving))
     elif not lives and has_no_server(snapshot, live, bool(removed)):
         text = f"{units} without a runner: there is no server{' any more' if removed else ' yet'}"
         if server_list := (live or {}).get("server_list"):
@@ -190,8 +192,8 @@ def _waits_of_open(
     elif not lives and not of_hosts:
         text = f"{units} without a runner: none has started yet"
         yield ranked(Waiting(cause="no_runner", what=units, text=text), _RANK_RUNNER)
-    # If every runner needs a person, so does the batch, unless units still run.
-    others = [*(idle(snapshot, r, now) for r in lives.values() if r not in serving), *of_hosts]
+    # The batch needs a person if every runner does and no unit runs.
+    others = [*(wait_for_idle_runner(snapshot, r, now) for r in lives.values() if r not in serving), *of_hosts]
     stuck = not serving and not state.flights and all(w.person for w in others)
     for w in others:
         text = w.text if serving else f"{units} without a runner: {w.text}"
@@ -201,7 +203,7 @@ def _waits_of_open(
 def _wait_for_system(
     snapshot: SystemSnapshot, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
-    """Return a `Waiting` for a system that is gone, ends, or can't work on the batch now; None if it can."""
+    """Return a `Waiting` if the system is gone, ends, or can't work on the batch now, else None."""
     facts = system or {}
     resume = resume_command(snapshot.store) if snapshot.of_run else ""
     down = partial(Waiting, what="the actor system", since=snapshot.last_at, resume=resume)
@@ -231,13 +233,13 @@ def _wait_for_system(
     if "weights_version" not in live:  # only the guardian answered
         children = live.get("system", {}).get("children", [])
         child: Mapping[str, Any] = next((c for c in children if c.get("name") == "coordinator"), {})
-        text = f"{coordinator_away(child)}; runners go on meanwhile and keep what they finish"
+        text = f"{coordinator_absence(child)}; runners go on meanwhile and keep what they finish"
         return Waiting(cause="no_coordinator", what="the coordinator", text=text)
     return None
 
 
 def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | None) -> Waiting | None:
-    """Return a `Waiting` for a batch that has enough tasks or is being finalized, else None."""
+    """Return a `Waiting` if the batch has enough settled tasks or is being finalized, else None."""
     state = batch.state
     if state.state is BatchLifecycleState.FINALIZING:
         since = batch.finalizing_since
@@ -271,7 +273,7 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
 
 # --- units ----------------------------------------------------------------------------------------------------------
 def _unit_text(state: BatchState, unit: ev.Unit, strikes: int) -> str:
-    """Describe a unit. `strikes`: earlier failed attempts that count."""
+    """Describe a unit and its attempt. `strikes`: earlier failed attempts that count towards `max_attempts`."""
     last_run = unit.run_id_base + unit.runs - 1
     runs = f"run {last_run}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last_run}"
     charged_attempt = strikes + 1
@@ -283,7 +285,7 @@ def _unit_text(state: BatchState, unit: ev.Unit, strikes: int) -> str:
 
 
 def _pending_text(batch: BatchTimes) -> str:
-    """Describe the first unit without a runner, and the number of the others."""
+    """Describe the first pending unit, and the number of other ones."""
     key, first_unit = next(iter(batch.state.pending.items()))
     other_count = len(batch.state.pending) - 1
     text = _unit_text(batch.state, first_unit, batch.state.strikes.get(key, 0))
@@ -291,7 +293,7 @@ def _pending_text(batch: BatchTimes) -> str:
 
 
 def _unit_wait(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
-    """Return a `Waiting` for a unit on a runner, with these fields and those that the flight has."""
+    """Return a `Waiting` for a unit on a runner, with the fields of its flight and these `fields`."""
     unit, state = flight.unit, batch.state
     return Waiting(
         what=_unit_text(state, unit, flight.strikes), task=unit.task, attempt=unit.attempt,
@@ -312,7 +314,7 @@ def _wait_on_runner(
     snapshot: SystemSnapshot, batch: BatchTimes, flight: Flight, lives: Mapping[str, RunnerSnapshot], now: float,
     usual: float | None,
 ) -> Waiting:
-    """Return a `Waiting` for a unit on a runner: running, slow, hung etc. `usual`: median seconds of the others."""
+    """Return a `Waiting` for a unit on a runner: running, slow, hung etc. `usual`: median seconds of finished units."""
     unit, state = flight.unit, batch.state
     since = batch.flying_since.get((unit.task, unit.run_id_base), batch.moved_at)
     limit = flight.timeout or snapshot.limit
@@ -324,7 +326,7 @@ def _wait_on_runner(
     life = lives.get(flight.runner)
     runner = life if life is not None and life.incarnation == flight.incarnation else None
     beat = None if runner is None or runner.seen is None else now - runner.seen
-    cause, condition = "running", _signs(runner, since, now)
+    cause, condition = "running", _signs_of_life(runner, since, now)
     runner_gone = life is not None and life.incarnation >= flight.incarnation and (
         runner is None or runner.state in ("lost", "quarantined", "down", "failed")
     )
@@ -355,8 +357,8 @@ def _wait_on_runner(
                     seen=None if runner is None else runner.seen)
 
 
-def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
-    """Return the runner's signs of life since its unit began, and what it waits for, as text."""
+def _signs_of_life(runner: RunnerSnapshot | None, since: float, now: float) -> str:
+    """Describe a runner's signs of life since its unit began, and what the runner waits for."""
     if runner is None:
         return ""
     signs = []
@@ -373,8 +375,8 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
     return "; ".join(part for part in (signs_text, short(wait)) if part)
 
 
-def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
-    """Return a `Waiting` for units without a runner: all places are taken, or one is about to be given."""
+def _wait_for_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
+    """Return a `Waiting` for pending units: no runner has room, only the avoided one has, or they are sent just now."""
     taken_places, units_by_batch = Counter[str](), Counter[BatchId]()
     for other_batch in snapshot.batches.values():
         for flight in other_batch.state.flights.values():
@@ -386,7 +388,7 @@ def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[Ru
     if not free_runners:
         holders = ", ".join(f"batch {b}: {units_by_batch[b]}" for b in sorted(units_by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
-        # Short units are sent ahead and wait in the runner.
+        # A runner gets short units beyond its places.
         ahead_count = sum(taken_places[r.name] for r in serving) - places
         holders += f"; {counted(ahead_count, 'unit')} more than places, sent ahead" if ahead_count > 0 else ""
         runners = counted(len(serving), "runner")

@@ -1,4 +1,4 @@
-"""Waits of a batch because of a host that is away, draining or lost. Pure."""
+"""Waits of a batch that a host causes, because it is away (not connected), draining or lost. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_es.projections.why.system_state import HostSnapshot, RunnerSnapshot
 __all__ = ["current_hosts", "hosts_without_units", "with_host_state"]
 
 SHOWN_SECONDS = 600.0
-"""Seconds for which a lost host is reported while others work."""
+"""Seconds for which a lost host is reported, if other hosts work."""
 
 
 def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
@@ -23,7 +23,7 @@ def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now:
     hosts = {name: replace(host) for name, host in snapshot.hosts.items()}
     for row in (live or {}).get("hosts", []):
         host = hosts.setdefault(row["host"], HostSnapshot(name=row["host"], state=row["state"]))
-        if host.state != row["state"]:  # the log was read at another moment
+        if host.state != row["state"]:  # log and status are from different moments
             host.state, host.since = row["state"], None
         host.reason = row.get("reason") or host.reason
         if host.there and not row["connected"]:
@@ -32,7 +32,7 @@ def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now:
 
 
 def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
-    """Add the state of a runner's host to the `Waiting` for a unit on it."""
+    """Return the `Waiting` for a unit on a runner with the state of the runner's host added, if that matters."""
     if host is None or waiting.cause == "interrupted":
         return waiting
     waiting = replace(waiting, host=host.name)
@@ -56,7 +56,7 @@ def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, tim
 def hosts_without_units(
     hosts: Iterable[HostSnapshot], lives: Mapping[str, RunnerSnapshot], now: float, others: bool
 ) -> Iterator[Waiting]:
-    """Yield a `Waiting` for each host that gets no units. `others`: whether other runners can get them."""
+    """Yield a `Waiting` for each host that gets no units. `others`: True if other runners can get them."""
     for host in hosts:
         runners = sum(host_of(name) == host.name for name in lives)
         if host.state == "draining":
@@ -71,10 +71,10 @@ def hosts_without_units(
 
 
 def _since(host: HostSnapshot) -> str:
-    """Return since when the host is in its state, to be put after the state; empty if that is not known."""
+    """Return " since TIME" for the host's state, or "" if the time is unknown."""
     return "" if host.since is None else f" since {local_time(host.since)}"
 
 
 def _because(reason: str) -> str:
-    """Return a reason in parentheses, to be put after a statement; empty without a reason."""
+    """Return " (REASON)", or "" without a reason."""
     return f" ({reason})" if reason else ""

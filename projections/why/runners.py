@@ -1,4 +1,4 @@
-"""Texts on the states of runners, for `why` and for the problems of a system. Pure."""
+"""Texts on problems of runners, for `why` and for a system's list of problems. Pure."""
 
 from __future__ import annotations
 
@@ -10,69 +10,70 @@ from trinity_es.projections.why.answer import Waiting, restart_advice, span
 from trinity_es.projections.why.system_state import RunnerSnapshot, SystemSnapshot
 
 __all__ = [
-    "SILENT_SECONDS", "behind", "coordinator_away", "has_no_server", "idle", "problem", "refuses", "serves", "short",
+    "SILENT_SECONDS", "coordinator_absence", "has_no_server", "refuses_weights", "runner_problem", "serves", "short",
+    "wait_for_idle_runner", "wait_for_outdated_runner",
 ]
 
 SILENT_SECONDS = 10.0
-"""Seconds without a heartbeat (sent every 4 s) or an answer of the engine's loop after which a runner is silent."""
+"""A runner is silent after this time without a heartbeat (sent every 4 s) or an answer of its engine's loop."""
 AWAITED_SECONDS = 10.0
-"""Seconds after which an engine that waits for something external, such as its server, is a problem."""
+"""A runner has a problem if its engine waits longer for something external, such as a server."""
 LOADING_SECONDS = 300.0
-"""Seconds after which loading weights is a problem. Nothing else notices an external server that hangs in it."""
+"""A runner has a problem if it loads weights for longer. Nothing else notices a server that hangs in a load."""
 
 
-def _loading(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
-    """Return the weights version that a runner is loading, by the system's status or else by the log."""
+def _version_in_load(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
+    """Return the weights version that a runner is loading, by the system's status or else by the log, or None."""
     if runner.loading is not None:
         return runner.loading
     is_behind = snapshot.published_at is not None and runner.model_version != snapshot.weights
-    return snapshot.weights if is_behind and not refuses(snapshot, runner) else None
+    return snapshot.weights if is_behind and not refuses_weights(snapshot, runner) else None
 
 
-def refuses(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    """Return True if a runner failed to load the current weights and keeps the previous ones."""
+def refuses_weights(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    """Return True if a runner failed to load the current weights, so that it keeps the previous ones."""
     return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
 def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    """Return True if a runner has the current weights and gets units."""
-    return runner.state == "ready" and _loading(snapshot, runner) is None
+    """Return True if a runner gets units: it is ready and loads no weights."""
+    return runner.state == "ready" and _version_in_load(snapshot, runner) is None
 
 
 def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return True if no external server is meant to be an engine, by the system's status or else by the log.
+    """Return True if engines are external servers and none is left, by the system's status or else by the log.
 
-    `gone`: whether a server was removed.
+    `gone`: True if a server was removed.
     """
     servers = (live or {}).get("servers")
     return snapshot.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
 
 
-def idle(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
-    """Return a `Waiting` for a runner that gets no units, because of its state."""
-    return _waiting(runner, *_state(snapshot, runner, now))
+def wait_for_idle_runner(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
+    """Return the `Waiting` for a runner that gets no units in its state."""
+    return _runner_wait(runner, *_cause_and_text(snapshot, runner, now))
 
 
-def behind(runner: RunnerSnapshot) -> Waiting:
-    """Return a `Waiting` for a runner that gets units but generates with older weights than the current ones."""
+def wait_for_outdated_runner(runner: RunnerSnapshot) -> Waiting:
+    """Return the `Waiting` for a runner that keeps old weights because it could not load the current ones."""
     version, error = runner.refused or (None, "")
     text = f"goes on with weights version {runner.model_version}: it can't load version {version}: {short(error)}"
-    return _waiting(runner, "refused", text, None, person=False)
+    return _runner_wait(runner, "refused", text, None, person=False)
 
 
-def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
-    """Return the problem of a runner and what to do, as a text to follow its name; None if it has no problem."""
+def runner_problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
+    """Return a runner's problem and what to do, as text that follows the runner's name, or None."""
     waiting: Waiting | None = None
     wait_text = ""
     match runner.state:
         case "retired":
             return None
         case "failed" | "quarantined" | "lost" | "down":
-            waiting = idle(snapshot, runner, now)
-        case "ready" if refuses(snapshot, runner):
-            waiting = behind(runner)
+            waiting = wait_for_idle_runner(snapshot, runner, now)
+        case "ready" if refuses_weights(snapshot, runner):
+            waiting = wait_for_outdated_runner(runner)
         case "started" if runner.waits_for and now - (runner.progressed or 0.0) > AWAITED_SECONDS:
-            waiting = None if runner.leaving else idle(snapshot, runner, now)
+            waiting = None if runner.leaving else wait_for_idle_runner(snapshot, runner, now)
         case "ready" if runner.loading is not None:
             wait_text = f" (it waits for {runner.waits_for})" if runner.waits_for else ""
     if waiting is not None:
@@ -96,8 +97,10 @@ def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str
     return f"is up, and {runner.runs_wait}: see to that" if runner.runs_wait and runner.state == "ready" else None
 
 
-def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tuple[str, str, float | None, bool]:
-    """Return (cause, text to follow the runner's name, start, whether it needs a person)."""
+def _cause_and_text(
+    snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float
+) -> tuple[str, str, float | None, bool]:
+    """Return (cause, text that follows the runner's name, start in unix seconds, True if a person must act)."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"
     reason, wait = short(runner.reason), short(runner.waits_for)
@@ -105,10 +108,10 @@ def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tupl
         case "ready":
             since = snapshot.published_at
             ago = "" if since is None else f", published {span(now - since)} ago"
-            text = f"is loading weights version {_loading(snapshot, runner)}{ago}; it has version "
+            text = f"is loading weights version {_version_in_load(snapshot, runner)}{ago}; it has version "
             return "weights", f"{text}{runner.model_version}{f' and waits for {wait}' if wait else ''}", since, False
         case "failed":
-            return "refused" if refuses(snapshot, runner) else "failed", f"failed{ago}: {reason}", since, True
+            return "refused" if refuses_weights(snapshot, runner) else "failed", f"failed{ago}: {reason}", since, True
         case "quarantined":
             return "quarantined", f"was quarantined{ago} and is not started again: {reason}", since, True
         case "lost":
@@ -121,16 +124,16 @@ def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tupl
     return "server" if wait and runner.server else "loading", text, since, False
 
 
-def _waiting(runner: RunnerSnapshot, cause: str, text: str, since: float | None, person: bool) -> Waiting:
-    """Return a `Waiting` for a runner. `text` follows its name."""
+def _runner_wait(runner: RunnerSnapshot, cause: str, text: str, since: float | None, person: bool) -> Waiting:
+    """Return a `Waiting` for a runner. `text` follows the runner's name."""
     return Waiting(
         cause=cause, what=str(runner), text=f"{runner} {text}", runner=runner.name, incarnation=runner.incarnation,
         since=since, seen=runner.seen, person=person, server=runner.server,
     )
 
 
-def coordinator_away(child: Mapping[str, Any]) -> str:
-    """Return why there is no coordinator and when it starts again. `child`: its row in the guardian's status."""
+def coordinator_absence(child: Mapping[str, Any]) -> str:
+    """Describe why there is no coordinator and when it starts. `child`: its row in the guardian's status."""
     delay, reason = child.get("restart_in"), short(child.get("reason") or "")
     start = "it is being started" if delay is None else f"it is started in {span(delay)}"
     cause = f" ({reason})" if reason else ""
@@ -138,7 +141,7 @@ def coordinator_away(child: Mapping[str, Any]) -> str:
 
 
 def short(text: str, width: int = 300) -> str:
-    """Return an error's text on one line of printable characters; a traceback is shortened by `split_error`."""
+    """Return an error's text on one line of printable characters, with only the last frame of a traceback."""
     message, frame = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
                       for part in split_error(text))
     room = width - len(frame)

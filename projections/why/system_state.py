@@ -1,7 +1,8 @@
-"""State of a system for `projections.why.explain`: batches with the times of their units, runners, hosts, weights.
+"""State of a system that `projections.why.explain` needs: batches and times of their units, runners, hosts, weights.
 
-`observe` folds it from the log; the coordinator builds it from memory. `with_live` updates it from the running system's
-status, which is newer than the log. `Followed` keeps the fold between two calls. Pure, except for `read_situation`.
+`observe` folds this state from the log; the coordinator builds it from memory. `with_live` updates runners from the
+running system's status, which is newer than the log. `Followed` keeps folds between calls. Pure, except for
+`read_situation`.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ __all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "S
            "read_situation", "with_live"]
 
 NEWEST = ("WeightsLoaded", "WeightsFailed", "ConcurrencyChanged")
-"""Types of a runner's events that replace the one before."""
+"""Event types of a runner; only the newest event of each type counts."""
 Key = tuple[int, int]
 """(task, first run) of a unit."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchTimes:
-    """State of one batch, and times that the state does not hold."""
+    """State of one batch, and times that `BatchState` does not hold (in unix seconds)."""
 
     state: BatchState
     moved_at: float
-    """Unix seconds of its last event other than StallDetected."""
+    """Time of the last event other than StallDetected."""
     pending_since: dict[Key, float] = field(default_factory=dict)
     flying_since: dict[Key, float] = field(default_factory=dict)
     durations: list[float] = field(default_factory=list)
     """Seconds of finished units."""
     finalizing_since: float | None = None
     error: str = ""
-    """Why it was aborted, or why its last finalize failed."""
+    """Why the batch was aborted, or why its last finalize failed."""
     finished_at: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When each life of a runner, by (name, incarnation), last finished a unit of it, in any submission."""
+    """(runner, incarnation) -> time at which it last finished a unit of this batch id, in any submission."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,38 +55,38 @@ class RunnerSnapshot:
     state: str = ""
     """`started`, `ready`, `failed`, `lost`, `quarantined`, `retired` or `down`."""
     since: float | None = None
-    """When this state began. All times are unix seconds."""
+    """Time at which this state began. All times are unix seconds."""
     reason: str = ""
     places: int = 0
     model_version: int = 0
     loading: int | None = None
     """Weights version that it is loading now."""
     loading_since: float | None = None
-    """When that load began (live). Fields marked with (live) come from the running system's status."""
+    """Time at which that load began (live). Fields marked with (live) come from the running system's status."""
     refused: tuple[int, str] | None = None
-    """(version, error) of weights that it failed to load; it keeps the previous ones."""
+    """(version, error) of weights that it failed to load. It keeps the previous weights."""
     seen: float | None = None
-    """Last sign of life (live)."""
+    """Time of the last sign of life (live)."""
     progressed: float | None = None
-    """When it last finished a unit or became ready."""
+    """Time at which it last finished a unit or became ready."""
     finished: float | None = None
-    """When it last finished a unit, in any life."""
+    """Time at which it last finished a unit."""
     silent: float | None = None
     """Seconds since its engine's loop last answered (live)."""
     trouble: str = ""
-    """Why it can't store what it finished (live)."""
+    """Why it can't store finished results (live)."""
     restart_in: float | None = None
-    """Seconds until it is restarted (live)."""
+    """Seconds until the guardian restarts it (live)."""
     waits_for: str = ""
-    """Text on what its engine waits for before it can start or answer (live)."""
+    """External thing that its engine waits for before it can start or answer, in words (live)."""
     runs_wait: str = ""
-    """Text on what some of its runs wait for outside of the system (live)."""
+    """External thing that some of its runs wait for, in words (live)."""
     server: str = ""
     """URL of the external server that is its engine (live)."""
     leaving: bool = False
-    """True if that server was removed, so that it gets no more units (live)."""
+    """True if that server was removed, so that the runner gets no more units (live)."""
     model: str = "rollout"
-    """Model that it serves. Units run on runners of the rollout model; their workflows may ask the others."""
+    """Model that its engine serves. Units run on runners of the rollout model; workflows may call the other models."""
 
     def __str__(self) -> str:
         model = "" if self.model == "rollout" else f" of model {self.model}"
@@ -100,7 +101,7 @@ class HostSnapshot:
     since: float | None = None
     reason: str = ""
     heard: float | None = None
-    """When it was last heard of, if it is not connected to the running system."""
+    """Time at which the coordinator last heard from it, if it is not connected now."""
     why_away: str = ""
 
     @property
@@ -110,32 +111,32 @@ class HostSnapshot:
 
 @dataclass(slots=True, kw_only=True)
 class SystemSnapshot:
-    """Everything that a batch may wait for."""
+    """State of everything that a batch may wait for."""
 
     batches: dict[BatchId, BatchTimes] = field(default_factory=dict)
     runners: dict[str, RunnerSnapshot] = field(default_factory=dict)
     hosts: dict[str, HostSnapshot] = field(default_factory=dict)
     host_timeout: float | None = None
-    """`hosts.timeout`: seconds after which a silent host is lost."""
+    """Seconds after which a silent host is lost (`hosts.timeout`)."""
     weights: int = 0
     """Current weights version."""
     published_at: float | None = None
     limit: float | None = None
     """`explorer.max_timeout`."""
     sequential: bool = False
-    """True if the runs of a unit run one after the other, each with the whole limit."""
+    """True if the runs of a unit are played one after the other, each with the whole time limit."""
     of_servers: bool = False
-    """True if engines are external servers, which come and go."""
+    """True if the engines of the rollout model are external servers."""
     stall_after: float | None = None
     of_run: bool = False
-    """True if `trinity-es run` submits its batches and can resume."""
+    """True if `trinity-es run` submits the batches, so that it can resume."""
     store: str = ""
-    """URL of the log from its config, without a password."""
+    """URL of the log, from the recorded config, without a password."""
     last_at: float | None = None
 
 
 def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
-    """Fold these events in place. They come in log order, or stream by stream with runners before batches."""
+    """Fold events into the snapshot, in place. They come in log order, or by stream with runners before batches."""
     batches = {batch_stream(batch_id): batch_id for batch_id in snapshot.batches}
     for item in recorded:
         at, event = item.recorded_at, item.event
@@ -172,7 +173,7 @@ def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSna
 
 
 def _observe_runner(snapshot: SystemSnapshot, event: ev.Event, at: float) -> None:
-    """Fold an event of a runner. A start makes a new snapshot, so that only the last life counts."""
+    """Fold an event of a runner. A RunnerStarted resets the runner, so that only its last life counts."""
     if isinstance(event, ev.RunnerStarted):
         snapshot.runners[event.runner] = RunnerSnapshot(
             name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
@@ -203,7 +204,7 @@ def _observe_runner(snapshot: SystemSnapshot, event: ev.Event, at: float) -> Non
 
 
 def _note_progress(snapshot: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
-    """Note that a life of a runner finished a unit at this time, if it is the runner's last life."""
+    """Record that this incarnation of a runner finished a unit at this time. Earlier incarnations are ignored."""
     runner = snapshot.runners.get(name)
     if runner is not None and runner.incarnation == incarnation:
         runner.progressed = max(at, runner.progressed or at)
@@ -238,8 +239,11 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
 
 
 def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
-    """Read the state of a system from its log. Include all open batches, since they take places from each other."""
-    snapshot, correct = SystemSnapshot(), ClockCorrection()  # of event times, if the clock was set
+    """Read the state of a system with these batches from its log.
+
+    Pass all open batches, because they compete for the runners' places.
+    """
+    snapshot, correct = SystemSnapshot(), ClockCorrection()
     followed.drop_if_clock_was_set(correct.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
         observe(snapshot, map(correct, filter(None, [events.last(stream, type_name)])))
@@ -256,7 +260,7 @@ def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Fol
 
 
 def _last_life(events: EventLog, stream: str) -> list[Recorded]:
-    """Return a runner's events since its last start, but only the newest of each type in `NEWEST`."""
+    """Return the events of a runner's last life, with only the newest of each type in `NEWEST`."""
     start = events.last(stream, "RunnerStarted")
     after = 0 if start is None else start.position - 1
     newest_events = [events.last(stream, name, after=after) for name in NEWEST]
@@ -267,8 +271,8 @@ def _last_life(events: EventLog, stream: str) -> list[Recorded]:
 class Followed:
     """Folds of batches that are kept between calls, so that each call reads only new events.
 
-    For long-lived processes (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. The caller holds
-    `lock`, also while it uses the snapshot, which shares the kept batches.
+    Long-lived processes (`watch`, the dashboard) use it, because a batch of 20,000 tasks takes a second to fold. The
+    caller holds `lock` during the call and while it uses the snapshot, which shares the kept batches.
     """
 
     def __init__(self) -> None:
@@ -285,9 +289,10 @@ class Followed:
         self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId],
         read: Callable[[BatchId, int], Iterable[Recorded]],
     ) -> SystemSnapshot:
-        """Return the snapshot, which has only runners yet, with these batches: what `observe` makes of all events.
+        """Add these batches to a snapshot that has the runners already, and return it.
 
-        Drops the folds of other batches. `read(batch_id, position)` returns a batch's events after a position.
+        The result is the same as that of `observe` on all events. Folds of other batches are dropped. `read(batch_id,
+        position)` returns a batch's events after a position.
         """
         earlier_folds, self._folds = self._folds, {}
         for batch_id in batch_ids:
@@ -303,13 +308,13 @@ class Followed:
 
 
 def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTimes | None) -> BatchTimes | None:
-    """Fold events of one batch into `batch`; None: they begin with its submission. Called by a KeptFold."""
+    """Fold events of one batch into `batch`, or into a new one for None. This is the fold of a KeptFold."""
     snapshot = SystemSnapshot() if batch is None else SystemSnapshot(batches={batch_id: batch})
     return observe(snapshot, recorded).batches.get(batch_id)
 
 
 STEP_SECONDS = 5.0
-"""Minimum difference of two clocks that counts as a clock step. A smaller one may be the delay of an answer."""
+"""Minimum difference between two clocks that counts. A smaller one may be the delay of an answer."""
 
 
 def with_live(
@@ -322,7 +327,7 @@ def with_live(
     rows = {row["runner"]: row for row in status.get("runners", [])}
     servers = {s["runner"]: s for s in status.get("servers", [])}
     children = {c["name"]: c for c in status.get("system", {}).get("children", []) if c["name"] != "coordinator"}
-    # The guardian reports the slots of this machine only; those of other hosts come from the runners' rows.
+    # The guardian reports only runners of this machine. Those of other hosts come from the coordinator's rows.
     local_hosts = {host_of(name) for name in children}
     remote = {name: row for name, row in rows.items() if host_of(name) not in local_hosts}
     names = {**snapshot.runners, **rows} if not children else {**children, **remote}
@@ -338,14 +343,14 @@ def with_live(
             for key in ("seen", "progressed", "finished", "loading_since"):
                 if row.get(key):
                     setattr(life, key, max(row[key] + clock_shift, getattr(life, key) or 0.0))
-            if life.since is None or not life.reason:  # otherwise the log has the better reason
+            if life.since is None or not life.reason:  # the log's reason is better
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
             life.waits_for, life.runs_wait = row.get("waits_for") or "", row.get("runs_wait") or ""
             if "refused" in row:
                 life.refused = (status["weights_version"], row["refused"]) if row["refused"] else None
             if life.seen is not None and life.silent:
-                life.silent += max(0.0, now - life.seen)  # the loop has been silent since then, too
+                life.silent += max(0.0, now - life.seen)  # `silent` is as of `seen`
         if name in servers:
             life.server, life.leaving = servers[name]["url"], not servers[name]["wanted"]
         _apply_child(life, child, now)
@@ -353,7 +358,7 @@ def with_live(
 
 
 def _apply_child(life: RunnerSnapshot, child: Mapping[str, Any], now: float) -> None:
-    """Update a runner from its row in the guardian's status."""
+    """Update a runner, in place, from its row in the guardian's status."""
     state = child.get("state")
     if state is None:
         return

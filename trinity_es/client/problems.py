@@ -9,7 +9,7 @@ from typing import Any
 from trinity_es.client.silent_system import stopped_processes
 from trinity_es.config.config import Config
 from trinity_es.projections.why.answer import ADD_SERVER, Why, resume_advice, resume_after_fix, resume_command, span
-from trinity_es.projections.why.runners import coordinator_away, problem
+from trinity_es.projections.why.runners import coordinator_absence, runner_problem
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
 from trinity_es.safe_text import plain
 
@@ -67,8 +67,8 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
         return
     if health["coordinator"] is None and not live.get("refuses"):  # one that refuses reports its trouble below
         children = {c["name"]: c for c in live["system"].get("children", [])}
-        yield (f"{coordinator_away(children.get('coordinator', {}))}; if it does not come, coordinator.log in {logs} "
-               "says why")
+        yield (f"{coordinator_absence(children.get('coordinator', {}))}; if it does not come, coordinator.log in "
+               f"{logs} says why")
     if live.get("trouble"):
         yield f"{live['trouble']} (coordinator.log in {logs} says more)"
     for output in live.get("outputs", []):
@@ -89,7 +89,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
     now = time.time()
     snapshot = SystemSnapshot(weights=live.get("weights_version", 0))
     for name, life in with_live(snapshot, live, now):
-        if fault := problem(snapshot, life, now):
+        if fault := runner_problem(snapshot, life, now):
             yield f"{name} {fault} ({name}.log in {logs} says more)"
     for why in whys:
         if why.stalled and why.cause not in _SYSTEM_CAUSES:

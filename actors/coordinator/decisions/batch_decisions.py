@@ -101,7 +101,7 @@ def dispatch(
             if least_loaded is None:
                 continue  # only the runner it failed on has room: wait for room on another one
             runner = least_loaded
-            home = room.find(homes.get(unit.task) or batch.homes.get(unit.task, ""))
+            home = room.find(homes.get(unit.task) or batch.last_runners.get(unit.task, ""))
             if home is not None and home.name != avoid and _prefers_home(home, least_loaded):
                 runner = home
             if unit.runs < batch.tasks[unit.task].total_runs:

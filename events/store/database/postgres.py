@@ -31,7 +31,7 @@ middle of a message keeps its locks for two hours, because no statement timeout 
 
 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
-    """Raise ConfigError if the database's encoding is not UTF-8 or, if `refused` is given, if it is one of these."""
+    """Raise ConfigError if the database's encoding is not UTF-8, or with `refused` if it is one of these."""
     encoding = connection.info.parameter_status("server_encoding")
     is_refused = encoding in refused if refused else encoding != "UTF8"
     if is_refused:
@@ -40,7 +40,7 @@ def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()
 
 
 _session_urls: set[URL] = set()
-"""URLs whose connections are known to keep their server process."""
+"""URLs whose connections keep their server process, as checked before."""
 
 
 def _require_own_session(shown: str, connection: Any, connect_again: Callable[[], Any]) -> None:
