@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,42 @@ def test_http_has_to_be_allowed(bucket_url: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(LogUnavailable, match="AWS_ALLOW_HTTP=true"):
         Objects(bucket_url, 5.0).require()
+
+
+def _doctor_on(place: str, folder: Path) -> Any:
+    """Return what `doctor` finds out about a config's place of payloads."""
+    config = folder / "config.yaml"
+    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{payloads: '{place}'}}\n")
+    done = cli("doctor", config, "--json")
+    [found] = [f for f in json.loads(done.stdout)["findings"] if f["what"] == "payloads"]
+    assert done.exit_code == (found["verdict"] != "ok")
+    return found
+
+
+def test_doctor_writes_reads_and_deletes_an_object(bucket_url: str, tmp_path: Path) -> None:
+    found = _doctor_on(bucket_url, tmp_path)
+    assert (found["verdict"], "written, read and deleted" in found["told"]) == ("ok", True)
+    assert list(Objects(bucket_url, 1.0).digests()) == []
+
+
+def test_doctor_names_what_is_wrong_with_a_place(
+    own_s3: S3Server, bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no such bucket" in _doctor_on("s3://no-such-bucket/x", tmp_path)["told"]
+    assert _doctor_on(f"file://{tmp_path}/not-mounted", tmp_path)["verdict"] == "missing"
+    assert _doctor_on(f"file://{tmp_path}", tmp_path)["verdict"] == "ok"
+    with refusing_server(403, "AccessDenied", 1) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        assert "check AWS_..." in _doctor_on(bucket_url, tmp_path)["told"]
+
+
+def test_doctor_looks_at_the_place_that_the_log_records(url: str, bucket_url: str, tmp_path: Path) -> None:
+    settle_place(url, bucket_url)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{url: '{url}'}}\n")
+    findings = json.loads(cli("doctor", config, "--json").stdout)["findings"]
+    [found] = [f for f in findings if f["what"] == "payloads"]
+    assert recorded_place(url, patience=1.0) in found["told"]
 
 
 def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.MonkeyPatch, own_s3: S3Server) -> None:
