@@ -30,6 +30,7 @@ from trinity_es.events.store.payloads.move import move_payloads
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import recorded_place, require_place_url
 from trinity_es.events.store.payloads.payloads import digest_of, open_payloads, patient, settle_place
+from trinity_es.projections.verify.log import verify_log
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,20 @@ def test_many_are_read_at_once_and_in_order(url: str, bucket_url: str) -> None:
     store.delete(digests[7])
     with pytest.raises(PayloadNotFound, match=digests[7]):
         list(store.get_all(digests))
+
+
+def test_verify_reads_several_at_once(url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle_place(url, bucket_url)
+    store, get, all_read = open_payloads(url), Objects.get, threading.Barrier(4)
+    for n in range(4):
+        store.put(bytes([n]))
+
+    def get_with_others(self: Objects, digest: str) -> bytes:
+        all_read.wait(20)
+        return get(self, digest)
+
+    monkeypatch.setattr(Objects, "get", get_with_others)
+    assert verify_log(url).payloads == 4
 
 
 def test_a_key_that_is_no_payload_is_a_stray(url: str, own_s3: S3Server, bucket_url: str) -> None:
