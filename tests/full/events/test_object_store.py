@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import sys
@@ -194,24 +195,37 @@ def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.Monkey
     assert "a-secret-of-tests" not in f"{caught.value} {caught.value.__cause__}"
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize(("status", "code", "passing"), [
     (503, "SlowDown", True), (500, "InternalError", True), (429, "TooManyRequests", True), (403, "AccessDenied", False),
 ])
 def test_what_passes_is_waited_for_and_what_does_not_is_told_at_once(
-    status: int, code: str, passing: bool, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+    status: int, code: str, passing: bool, scheme: str, own_s3: S3Server, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that refuses twice."""
+    secret = base64.b64encode(b"a-secret-of-tests").decode()
     with refusing_server(status, code, 2) as address:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        store, told = Objects(bucket_url, 5.0), list[Exception]()
+        account = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": secret,
+                   "private_key_id": ""}
+        (tmp_path / "account.json").write_text(json.dumps(account))
+        for name, value in {
+            "AWS_ENDPOINT_URL": address, "AZURE_ENDPOINT": address, "AZURE_ALLOW_HTTP": "true",
+            "AZURE_STORAGE_ACCOUNT_NAME": "tester", "AZURE_STORAGE_ACCOUNT_KEY": secret, "GOOGLE_ALLOW_HTTP": "true",
+            "GOOGLE_SERVICE_ACCOUNT": str(tmp_path / "account.json"),
+        }.items():
+            monkeypatch.setenv(name, value)
+        store, told = Objects(f"{scheme}://{BUCKET}/x", 5.0), list[Exception]()
         started = time.monotonic()
         if passing:
             assert store.patient(5.0, told.append).put(b"tokens") == digest_of(b"tokens")
             assert len(told) == 1, "once is enough"
         else:
-            with pytest.raises(LogUnavailable, match="refuses the credentials") as caught:
+            variables = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[scheme]
+            with pytest.raises(LogUnavailable, match=f"refuses the credentials: check {variables}_") as caught:
                 store.put(b"tokens")
             assert not caught.value.details.get("passing")
+            assert secret not in str(caught.value)
         assert time.monotonic() - started < 5
 
 
