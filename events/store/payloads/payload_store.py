@@ -13,11 +13,13 @@ from typing import Protocol, TypeVar
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 
 __all__ = [
-    "DIGEST", "Buffer", "PayloadStore", "digest_of", "inline", "inlined", "is_inline", "not_found", "require_digest",
+    "DIGEST", "Buffer", "PayloadStore", "Unusable", "digest_of", "inline", "inlined", "is_inline", "not_found",
+    "require_digest",
 ]
 
 Bytes = TypeVar("Bytes", bytes, mmap.mmap)
 Buffer = bytes | mmap.mmap
+Unusable = CorruptPayload | PayloadNotFound
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _INLINE = "data:"
@@ -62,17 +64,23 @@ class PayloadStore(Protocol):
         """Return the names of entries that are no payloads, left by other software or by a process that died."""
         return []
 
+    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+        """Read every payload. Yield each digest in order, with the error if the payload is unusable, else None."""
+        for digest in self.digests():
+            yield digest, self.reading_error(digest)
+
+    def reading_error(self, digest: str) -> Unusable | None:
+        """Read a payload, and return the error if it is corrupt or missing, else None."""
+        try:
+            self.get(digest)
+        except (CorruptPayload, PayloadNotFound) as e:
+            return e
+        return None
+
     def verify(self) -> list[str]:
         """Read every payload, and return the problems, each naming a digest; [] if the store is sound."""
-        problems = []
-        for digest in self.digests():
-            try:
-                self.get(digest)
-            except CorruptPayload as e:
-                problems.append(e.message)
-            except PayloadNotFound:
-                pass  # deleted meanwhile
-        return problems
+        # A payload that is not found was deleted meanwhile.
+        return [error.message for _, error in self.checked() if isinstance(error, CorruptPayload)]
 
     def close(self) -> None:
         """Close connections."""
