@@ -55,7 +55,7 @@ class TimedLog(EventLog):
     def _clock_row(self, *_: Any) -> None:
         """Return none: the model's clock is never set."""
 
-    def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
+    def _assign_positions(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
         (made,) = drafts
         times = accumulate((round(at, 6) for at in self.times), max, initial=head.recorded_at)
         made.place(head.last_position, head.last_hash, islice(times, 1, None))
