@@ -1,9 +1,9 @@
-"""`python -m tests.simulation [--schedules N] [--seed S] [--stress] [--bug NAME]`: play schedules.
+"""`python -m tests.simulation [--schedules N] [--seed S] [--stress] [--bug NAME]`: run schedules.
 
-Exit status 1 at the first violation, which is shown with its history.
+Exit status 1 at the first violation, which is printed with its history.
 
-The order of sets of text hangs on PYTHONHASHSEED, and messages on it: the process starts itself again with 0, so that
-a seed is a history.
+The iteration order of sets of text depends on PYTHONHASHSEED, and messages depend on that order. So the process starts
+itself again with PYTHONHASHSEED=0.
 """
 
 # ruff: noqa: T201  # printing is its job

@@ -1,4 +1,4 @@
-"""Known bugs, each a context manager that puts it into the real code: the invariants have to see every one of them."""
+"""Known bugs. Each is a context manager that patches the bug into the real code. The invariants must detect all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Patch = AbstractContextManager[Any]
 
 
 def ack_before_append() -> Patch:
-    """A client gets its answer before the decision is durable."""
+    """Answer a client before the decision is durable."""
 
     def reply(self: CommandRouter, request: Any, value: Any = None, error: BaseException | None = None) -> None:
         self.answer(request, value, error)
@@ -30,7 +30,7 @@ def ack_before_append() -> Patch:
 
 
 def no_dedup() -> Patch:
-    """Every outcome is accepted, even if another runner has the unit now."""
+    """Accept every outcome, even if another runner has the unit now."""
     real = batches.outcome
 
     def outcome(batch: Any, runner: str, incarnation: int, result: Any, **more: Any) -> Any:
@@ -54,12 +54,12 @@ def no_dedup() -> Patch:
 
 
 def epoch_not_checked() -> Patch:
-    """A writer continues after another one took its lease."""
+    """Let a writer continue after another one took its lease."""
     return mock.patch.object(Store, "checks_epoch", False)
 
 
 def drain_before_success() -> Patch:
-    """A runner forgets its outcomes once it has sent them, or without a coordinator."""
+    """Let a runner forget its outcomes as soon as it has sent them."""
     real = Runner.report
 
     def report(self: Runner, outcomes: Any) -> None:
@@ -70,7 +70,7 @@ def drain_before_success() -> Patch:
 
 
 def dead_runner_idle() -> Patch:
-    """A runner that died counts as free."""
+    """Treat a dead runner as free."""
     real = RunnerLifecycle.on_death
 
     def died(self: RunnerLifecycle, message: Any) -> None:
@@ -83,7 +83,7 @@ def dead_runner_idle() -> Patch:
 
 
 def takes_forgotten() -> Patch:
-    """A coordinator that starts knows the queue's experiences, but not which were taken by whom."""
+    """Let a new coordinator load the queue's experiences without the record of which were taken."""
 
     def load(log: Any, delivered: Any, capacity: int) -> QueueState:
         return QueueState(capacity=capacity, unread=dict(delivered))

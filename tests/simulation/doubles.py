@@ -1,7 +1,7 @@
-"""The ground under the real actors, replaced: Thespian, the log's writer, the pipeline, the engine.
+"""Doubles of everything under the real actors: Thespian, the log's writer, the pipeline, reading threads.
 
-The actors are the real classes with `SimActor` mixed in, which overrides what Thespian gives. What the modules take
-from the operating system and from the database is replaced in the modules themselves while `installed` holds.
+The actors are the real classes with `SimActor` mixed in, which overrides Thespian's methods. `installed` patches the
+names of the operating system and the database in the actors' modules.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from trinity_es.events.vocabulary import PayloadRef
 
 # --- actors ---------------------------------------------------------------------------------------------------------
 class SimActor:
-    """Actor base in place of Thespian and SafeActor."""
+    """Mixin that replaces the methods of Thespian and SafeActor."""
 
     process: Process
 
@@ -117,7 +117,7 @@ class SimCoordinator(SimActor, Coordinator):
 
 
 class SimServer:
-    """The engine's endpoint, which gets no requests."""
+    """Endpoint of the engine, which gets no requests."""
 
     url = "http://nowhere"
 
@@ -158,7 +158,7 @@ _ACTORS = {"guardian": SimGuardian, "coordinator": SimCoordinator, "runner": Sim
 
 
 def spawn_actor(process: Process, kind: str) -> Any:
-    """The actor of a new process."""
+    """Return the actor of a new process."""
     actor = _ACTORS[kind]()
     actor.process = process
     return actor
@@ -166,9 +166,9 @@ def spawn_actor(process: Process, kind: str) -> Any:
 
 # --- the log's writer and the pipeline ------------------------------------------------------------------------------
 class SimWriter(LogWriter):
-    """The writer's thread as effects: it takes a group, the database commits, the actor is notified.
+    """LogWriter whose thread is a sequence of effects: take a group, commit, notify the actor.
 
-    Between any two of them the process may die; a commit that is under way may then still come through.
+    The process may die between any two of them. A commit that has begun may then still succeed.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -241,11 +241,11 @@ class SimWriter(LogWriter):
         if not world().effect(self.process):
             return
         self.commit = commit
-        # The request is with the database: it is done even if this process is stopped or killed meanwhile.
+        # The database has the request, so it commits even if this process is stopped or killed meanwhile.
         world().later(world().between(0.001, 0.02), None, "", commit)
 
     def _end(self, call: Callable[[], None]) -> None:
-        """Notify the actor after a delay in which other effects may happen."""
+        """Call the actor after a delay, in which other effects may happen."""
 
         def tell() -> None:
             self.busy = False
@@ -265,7 +265,7 @@ class SimWriter(LogWriter):
 
 
 class SimJobs:
-    """The pipeline's thread, which delivers experiences after a delay."""
+    """Double of the pipeline's thread, which delivers experiences after a delay."""
 
     def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
         self.payloads, self.post, self.process = payloads, post, here()
@@ -304,7 +304,7 @@ class SimJobs:
 
 # --- all of it ------------------------------------------------------------------------------------------------------
 class SimReader:
-    """The reading threads, whose results come after a delay in which other effects may happen."""
+    """Double of the reading threads, whose results come after a delay, in which other effects may happen."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
         self.post, self.retry_for, self.process = post, retry_for, here()
@@ -327,7 +327,7 @@ class SimReader:
 
 
 class SimWatch:
-    """Watch of the database that never finds trouble."""
+    """Double of the watch of the database, which never finds trouble."""
 
     trouble = None
 
@@ -377,11 +377,11 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
 
 
 _MAY_BE_MISSING = {"threading", "time", "patient"}
-"""Names that a module may lack; if another one is missing, the simulator does not replace all of the real code."""
+"""Names that a module may lack. If any other one is missing, patching fails, so that no real code stays in use."""
 
 
 class _Traced(logging.Handler):
-    """Log handler that writes the actors' log lines into the trace."""
+    """Handler that writes the actors' log lines into the trace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -392,7 +392,7 @@ class _Traced(logging.Handler):
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Install the doubles."""
+    """Patch the doubles into the actors' modules, for this block."""
     log = logging.getLogger("trinity_es")
     level, propagate = log.level, log.propagate
     handler = _Traced()
@@ -415,7 +415,7 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(one: World) -> Iterator[None]:
-    """Make this the doubles' world."""
+    """Make this the current world, for this block."""
     logging.getLogger("trinity_es").setLevel(logging.INFO if one.tracing else logging.CRITICAL + 1)
     one.spawn_actor = spawn_actor
     worlds.append(one)

@@ -1,4 +1,4 @@
-"""The engine of the simulator, and the workflows that it plays."""
+"""Doubles of the engine, the worker pool and the player of workflows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trinity_es.events.vocabulary import RunResult
 
 
 class SimExperience:
-    """`Experience` as far as a runner needs it: here an experience is a list of batch, task and run."""
+    """Double of `Experience` for runners. An experience is the list [batch, task, run]."""
 
     @staticmethod
     def serialize_many(experiences: list[Any]) -> bytes:
@@ -26,7 +26,7 @@ class SimExperience:
 
 
 class SimEngine:
-    """Engine that only starts and loads weights."""
+    """Engine that only starts, loads weights and stops."""
 
     def __init__(self, config: Any) -> None:
         self.model_version = 0
@@ -56,12 +56,12 @@ class SimPool:
 
 
 def reward(batch_id: Any, task: int, run: int) -> float:
-    """Return the reward of a run, the same in every attempt and never 0."""
+    """Return the reward of a run, which is the same in every attempt and never 0."""
     return 1.0 + zlib.crc32(f"{batch_id}/{task}/{run}".encode()) % 1000 / 1000
 
 
 class SimWorkflows:
-    """Player of units: an attempt's fate depends on the schedule's seed, the unit, and the number of tries."""
+    """Player of units. The outcome of an attempt depends on the schedule's seed, the unit and the number of tries."""
 
     def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
         self.played = RunActivity()

@@ -1,4 +1,4 @@
-"""Stand-ins for what is beyond the coordinator of a run of many hosts: hosts, their runners, a trainer."""
+"""Doubles of hosts, their runners and a trainer, for the simulation of many hosts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from tests.simulation.many import ManyWorld
 
 FRAME_MESSAGES = 32
-"""Messages in a frame. The real end fills frames of 128 KiB; to pickle each message only to count them takes long."""
+"""Number of messages in a frame. The real link fills frames of 128 KiB; pickling each message here takes too long."""
 
 LATENCY_SECONDS = 0.001
-"""Duration of a frame's way between a host and the head."""
+"""Latency of a frame between a host and the head."""
 REPORT_SECONDS = 0.1
-"""Time for which a runner gathers outcomes, until earlier ones are durable."""
+"""Time for which a runner gathers outcomes before it reports them."""
 BEAT_SECONDS, ANNOUNCE_BEATS = 2.0, 5
 """As in `actors/runner/actor.py`."""
 AWAY_SECONDS = {"broken": 3.0, "lost": 40.0, "drained": 10.0}
-"""Time for which a host stays away, by kind of fault."""
+"""Kind of fault -> time for which the host stays away."""
 SMALL = 100_000
-"""Bytes of tasks that travel in the message itself."""
+"""Size in bytes up to which tasks travel in the message itself."""
 
 
 # --- hosts ----------------------------------------------------------------------------------------------------------
@@ -42,14 +42,14 @@ class FarHost:
         self.world, self.name, self.slots, self.places = world, name, runners, places
         self.lives = 0
         self.connection = 0
-        """Number of the current connection, 0 without one; frames of earlier ones are lost."""
+        """Number of the current connection, 0 without one. Frames of earlier connections are lost."""
         self.connections = 0
         self.epoch = 0
         self.runners: dict[str, FarRunner] = {}
         self.out: Items = []
 
     def start(self) -> None:
-        """Begin another life."""
+        """Start a new actor system on this host, and connect."""
         self.lives += 1
         for slot in range(self.slots):
             name = f"runner-{slot}@{self.name}"
@@ -83,7 +83,7 @@ class FarHost:
                 self.say(runner.name, group)
 
     def say(self, name: str, message: Any) -> None:
-        """Send a message of this host, in one frame with others of the same moment."""
+        """Send a message of this host, in one frame with other messages of the same moment."""
         if not self.connection:
             return
         if not self.out:
@@ -144,7 +144,7 @@ class FarHost:
 
 
 class FarRunner:
-    """A life of a runner: keeps units for a while, and reports them."""
+    """One incarnation of a runner, which keeps each unit for a while and then reports it."""
 
     def __init__(self, host: FarHost, name: str, incarnation: int, places: int) -> None:
         self.host, self.world, self.name, self.incarnation = host, host.world, name, incarnation
@@ -222,7 +222,7 @@ class FarRunner:
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
 class Client:
-    """Trainer that keeps enough work submitted, and waits for each batch."""
+    """Trainer that keeps enough batches submitted, and waits for each."""
 
     def __init__(self, world: ManyWorld) -> None:
         self.world = world
@@ -243,7 +243,7 @@ class Client:
             self.waiting.pop(message.id)(message)
 
     def keep_going(self) -> None:
-        """Submit another batch while less than half of the places' worth of tasks waits."""
+        """Submit another batch while open tasks are fewer than 1.5 times the places."""
         plan = self.world.plan
         batches = -(-plan.tasks // plan.batch)
         open_tasks = self.submitted * plan.batch - len(self.world.account.done)

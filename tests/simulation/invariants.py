@@ -1,7 +1,7 @@
-"""What must hold after every step: the promises of docs/DESIGN, as far as the control plane keeps them.
+"""Checks after every step, of the promises in docs/PROMISES.md that the control plane keeps.
 
-`Invariants` hears of every event that is committed, every outcome that a runner reports, every answer that a client
-gets, and looks at the coordinator after each of its steps. It raises Violation.
+`Invariants` is called with every committed event, every outcome that a runner reports and every answer to a client. It
+compares the coordinator's state with the log after each of its steps. It raises Violation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trinity_es.projections.experience_queue import QueueState, evolve_queue
 from trinity_es.projections.reading.log_reader import canonical, recomputed_result
 
 Run = tuple[str, int, int]
-"""Stream of the batch, task, run."""
+"""(stream of the batch, task, run)."""
 Life = tuple[str, int]
-"""Runner, incarnation."""
+"""(runner, incarnation)."""
 
 
 class Invariants:
-    """The account of one world."""
+    """Account of one world, and its checks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -42,7 +42,7 @@ class Invariants:
         self.done: set[Run] = set()
         self.given_up: set[Run] = set()
         self.flying: dict[Run, tuple[Life, int]] = {}
-        """Life and attempt to which the log assigned a run."""
+        """Run in flight -> life and attempt to which it was dispatched."""
         self.blamed: Counter[Run] = Counter()
         self.lost: set[Life] = set()
         """Lives that ended."""
@@ -53,26 +53,26 @@ class Invariants:
         self.kept_old: set[Life] = set()
         """Lives that could not load the current weights."""
         self.results: dict[str, bytes] = {}
-        """Result in BatchFinalized or BatchAborted, by stream."""
+        """Stream -> result in BatchFinalized or BatchAborted."""
         self.told: dict[BatchId, bytes] = {}
-        """Answers of finalize."""
+        """Batch -> answer of finalize."""
         self.taken: dict[tuple[str, int], str] = {}
-        """Request that got the result, by submission and task."""
+        """(submission, task) -> request that got the result."""
         self.played: set[tuple[int, BatchId, str, ev.Unit]] = set()
-        """Units that a process played to an end."""
+        """Units whose outcome a process reported."""
         self.queue = QueueState(capacity=100_000)
         """Queue, folded from the whole log."""
         self.uses: Counter[tuple[BatchId, int, int]] = Counter()
-        """Uses of each experience, by batch, version of its BatchFinalized, and number."""
+        """(batch, version of its BatchFinalized, number) -> uses of the experience."""
         self.taken: dict[str, int] = {}
-        """Experiences in the log by the request that took them."""
+        """Request -> number of experiences that it took, by the log."""
         self.compared = -1
         self.begun = 0
-        """Last epoch with a recovery in the log."""
+        """Epoch of the last CoordinatorStarted."""
         self.failure: Violation | None = None
 
     def violated(self, what: str) -> None:
-        """Violation to raise at the end of the step; raised at once, it would count as the actor's error."""
+        """Record a violation, to raise at the end of the step. Raised at once, it would look like an actor's error."""
         if self.failure is None:
             self.failure = Violation(what)
             self.world.note(f"!!! {what}")
@@ -138,7 +138,7 @@ class Invariants:
         match event:
             case ev.TasksDispatched():
                 life = (event.runner, event.incarnation)
-                # Two systems that start side by side may give one number to two lives; one of them may live.
+                # Two systems that start at the same time may give the same incarnation to two processes.
                 alone = len(self.world.lives.get(life, [])) < 2
                 lost = alone and life in self.lost
                 self.require(not lost, f"units of {stream} given to {life}, which is recorded lost")
@@ -189,9 +189,9 @@ class Invariants:
                 self.flying[run] = (life, unit.attempt)
 
     def _serves_current(self, life: Life) -> bool:
-        """Return True if the runner's engine really has the current weights."""
+        """Return True if the runner's engine has the current weights."""
         processes = self.world.lives.get(life, [])
-        if len(processes) != 1:  # two systems that started at once gave the number twice
+        if len(processes) != 1:  # two systems gave the same incarnation
             return True
         engine = processes[0].receiver.engine_side.engine
         return engine is None or engine.model_version == self.weights
@@ -240,14 +240,14 @@ class Invariants:
             self.played.add(key)
 
     def delivered(self, experiences: list[list[Any]]) -> None:
-        """Check that the pipeline read each run's experience once."""
+        """Check that the pipeline read the experience of each run once."""
         self.require(
             len({tuple(e) for e in experiences}) == len(experiences), f"delivered twice: {experiences} (promise 3)"
         )
 
     def raised(self, process: Process, error: BaseException) -> None:
-        """A handler of an actor raised. While the database is away the coordinator may have to end."""
-        started = hasattr(process.receiver, "config")  # else the message that starts it was lost
+        """Record an error that an actor's handler raised, except for LogUnavailable."""
+        started = hasattr(process.receiver, "config")  # otherwise the message that starts it was lost
         if started and not isinstance(error, LogUnavailable):
             self.violated(f"a handler of {process.label} raised {type(error).__name__}: {error}")
 
@@ -325,7 +325,7 @@ class Invariants:
                 raise self.failure
 
     def _compare(self, actor: SimCoordinator, all_of_it: bool) -> None:
-        """Check that live state is the fold of the log if no write is in flight."""
+        """Check that the coordinator's live state equals the fold of the log, if no write is in flight."""
         if actor.session.writer.in_flight or actor.session.lease.epoch != self.world.store.epoch:
             return
         at = len(self.world.store.rows)
@@ -358,7 +358,7 @@ class Invariants:
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def unfinished(self) -> str | None:
-        """Return what is still unfinished; None if nothing is."""
+        """Describe something that is still unfinished; None if nothing is."""
         world = self.world
         if world.trainer.left:
             return f"{sorted(map(str, world.trainer.left))} are not finalized"
@@ -376,7 +376,7 @@ class Invariants:
         return None
 
     def at_the_end(self) -> None:
-        """Check at the end that the log is complete and its fold equals this account."""
+        """Check at the end that folding the log again gives the same state of every batch."""
         for stream, rows in self.world.store.streams.items():
             if stream.startswith("batch/"):
                 again = fold(copy.deepcopy(row.event) for row in rows)

@@ -1,4 +1,4 @@
-"""What the actors use of the operating system and of asyncio, under virtual time: processes, threads, event loops."""
+"""Doubles of the parts of os, threading and asyncio that the actors use, under virtual time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trinity_es.events.errors import LogUnavailable
 
 # --- the operating system -------------------------------------------------------------------------------------------
 class SimOs:
-    """Stand-in of `os` with what actors use."""
+    """Double of `os` with the functions that actors use."""
 
     path = SimpleNamespace(join=lambda *parts: "/".join(parts))
     environ: ClassVar[dict[str, str]] = {}
-    """Environment variables, which are written and never read."""
+    """Environment variables. The actors set some and read none."""
 
     @staticmethod
     def getpid() -> int:
@@ -63,7 +63,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 class InlineThread:
-    """A thread that calls its target at once. `LogWriter` and `EngineThread.run_loop` are doubles that do not block."""
+    """Thread that calls its target in `start`. The targets of `SimWriter` and `SimEngineSide` don't block."""
 
     def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
         self.target = target
@@ -76,7 +76,7 @@ class InlineThread:
 
 
 class Event:
-    """threading.Event, without a thread that waits."""
+    """Double of threading.Event, on which no thread waits."""
 
     def __init__(self) -> None:
         self.flag = False
@@ -92,7 +92,7 @@ class Event:
 
 
 class Condition:
-    """threading.Condition without waiting threads."""
+    """Double of threading.Condition, on which no thread waits."""
 
     def __enter__(self) -> None:
         """Do nothing: there is one thread."""
@@ -109,7 +109,7 @@ threads = SimpleNamespace(Thread=InlineThread, Event=Event, Condition=Condition)
 
 # --- event loops ----------------------------------------------------------------------------------------------------
 class SimLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as tasks, queues, semaphores and sleep need. Its turns are effects of its process."""
+    """Event loop with the methods that tasks, queues, semaphores and sleep need. Its turns are effects of a process."""
 
     def __init__(self) -> None:
         self.process = here()
@@ -168,14 +168,14 @@ class SimLoop(asyncio.AbstractEventLoop):
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> Any:
         task = asyncio.Task(coro, loop=self, name=name or "sim", context=context)
         task._log_destroy_pending = False
-        self.tasks.append(task)  # that of a dead process is not to be thrown away before the end: it would run on
+        self.tasks.append(task)  # kept until the end, because a discarded task of a dead process would run on
         return task
 
     def create_future(self) -> Any:
         return asyncio.Future(loop=self)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Call a function after a delay, and again while the database is away, as `patiently` does."""
+        """Call a function after a delay, and retry it while the database is away, as `patiently` does."""
         future = self.create_future()
 
         def work() -> None:
@@ -195,10 +195,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         return future
 
     def close(self) -> None:
-        """End all coroutines now: later, thrown away, they would run on in another world."""
+        """Close all coroutines. Discarded later, they would run on in another world."""
         asyncio._set_running_loop(self)
         for task in self.tasks:
-            for _ in range(3):  # one may catch it once, and wait again
+            for _ in range(3):  # a coroutine may catch GeneratorExit once and wait again
                 with contextlib.suppress(BaseException):
                     task.get_coro().close()
         asyncio._set_running_loop(None)
@@ -214,11 +214,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Ignore errors, which are only of tasks whose process died."""
+        """Ignore errors, which come only from tasks of dead processes."""
 
 
 class SimAsyncio:
-    """asyncio, but for the loop."""
+    """The module asyncio, except for the event loop."""
 
     new_event_loop = SimLoop
 

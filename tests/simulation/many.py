@@ -1,9 +1,9 @@
-"""Many hosts and runners on one real coordinator, under virtual time: what it does for each task is metered.
+"""Simulation of many hosts with one real coordinator under virtual time, with a meter of the coordinator's work.
 
-Real are the Coordinator with its handlers, fleet (dispatcher, registry, hosts), decisions, live state and folds.
-Stand-ins are the clock and the database (`world.py`, `doubles.py`, `metered.py`), and what a host's processes do
-(`far_hosts.py`): a host takes messages as `actors/hosts/link.py` does, its runners keep units for a while and report
-outcomes in groups, with the real outbox, and a client submits batches and waits for them.
+The Coordinator is real, with its handlers, fleet (dispatcher, registry, hosts), decisions, live state and folds. Clock
+and database are doubles (`world.py`, `doubles.py`, `metered.py`), and so are hosts (`far_hosts.py`). A host takes
+messages as `actors/hosts/link.py` does. Its runners keep units for a while and report outcomes in groups, through the
+real outbox. A client submits batches and waits for them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from trinity_es.events.vocabulary import PayloadRef
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes, durations and faults of a play."""
+    """Sizes, durations and faults of a simulation."""
 
     hosts: int
     runners: int
     """Number of runners of all hosts together."""
     units: int
-    """In flight at once: places of all runners together."""
+    """Maximum number of units in flight: the places of all runners together."""
     tasks: int
     batch: int
-    """Tasks of each batch."""
+    """Number of tasks of each batch."""
     seconds: float = 60.0
     """Mean duration of a unit."""
     churn: float = 0.0
-    """Interval between two hosts that break their connection, are lost, or drain; 0: none does."""
+    """Interval between two faults of hosts (broken connection, loss, drain); 0 for none."""
     loses_at: float = 0.0
-    """When one host is lost, virtual seconds; 0: never."""
+    """Virtual time at which one host is lost; 0 for never."""
     failures: float = 0.01
     """Share of the attempts that fail."""
     seed: int = 0
@@ -74,7 +74,7 @@ class ManyWorld(World):
 
 
 class ManyCoordinator(doubles.SimCoordinator):
-    """The real one, metered. What is posted to it wakes it once, as the real one's socket pair does."""
+    """The real coordinator with a meter. Several posted calls wake it once, as its real socket pair does."""
 
     meter: Meter
     awake = False
@@ -135,7 +135,7 @@ def _phase(message: Any) -> str:
 
 
 class _End:
-    """The head's end of all connections."""
+    """Double of the head's end of all connections."""
 
     def __init__(self, world: ManyWorld) -> None:
         self.world = world
@@ -175,7 +175,7 @@ class _Pipeline:
 
 
 class _Lock:
-    """Lock of the leader, always free."""
+    """Double of the leader lock, which is always free."""
 
     def __init__(self, url: str) -> None:
         """Do nothing."""
@@ -185,7 +185,7 @@ class _Lock:
 
 
 class _Guardian:
-    """Guardian of the head, which has no runners of its own."""
+    """Double of the head's guardian, which ignores messages."""
 
     def receiveMessage(self, message: Any, sender: Any) -> None:  # as an actor's
         """Do nothing."""
@@ -194,21 +194,21 @@ class _Guardian:
 # --- playing ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Figures:
-    """Outcome of a plan."""
+    """Result of a simulation."""
 
     world: ManyWorld
     tasks: int
     seconds: float
-    """Virtual."""
+    """Virtual seconds."""
     struck: dict[str, int]
 
 
 def play(
     plan: Plan, *, at: Callable[[ManyWorld], bool] | None = None, clock: Callable[[], float] = time.process_time
 ) -> Figures:
-    """Play a plan to its end with doubles. Raises Violation if something was lost or doubled.
+    """Run a plan to its end. Raises Violation if a task was lost or finished twice.
 
-    `clock`: what the meter counts, CPU seconds by default. `at` is called after every virtual second until it says
+    `clock`: clock of the meter, CPU seconds by default. `at` is called after every virtual second until it returns
     True.
     """
     world = ManyWorld(plan, clock)

@@ -1,4 +1,4 @@
-"""Meters of a simulation of many hosts, and a database that keeps no events, which would be most of the memory."""
+"""Meter and account of a simulation of many hosts, and a database that stores no events, to save memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trinity_es.events.store.log import Committed, Lease, Recorded, Write
 
 
 class Meter:
-    """CPU seconds of the coordinator's turns, by what they are spent on."""
+    """CPU seconds of the coordinator's turns, by phase of its work."""
 
     def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
         self.clock = clock
         self.seconds: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.longest: dict[str, float] = {}
-        """Of one stretch, with what was done within it."""
+        """Phase -> seconds of its longest call, including nested phases."""
         self._stack: list[tuple[str, float]] = []
         self._mark = 0.0
 
@@ -48,8 +48,7 @@ class Meter:
 
     @contextlib.contextmanager
     def collector(self) -> Iterator[None]:
-        """Count what Python's garbage collector takes in a turn as a phase of its own, though within another's stretch.
-        """
+        """Count the garbage collector's time as the phase `collector`, and subtract it from the interrupted phase."""
         begun = 0.0
 
         def collected(step: str, _: Any) -> None:
@@ -69,7 +68,7 @@ class Meter:
             gc.callbacks.remove(collected)
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call, metered."""
+        """Return a function that makes this call and counts its time for the phase."""
         def metered(*args: Any, **options: Any) -> Any:
             with self.during(phase):
                 return call(*args, **options)
@@ -78,19 +77,19 @@ class Meter:
 
 
 class Account:
-    """What the log says of every task: each comes to its end once, and nothing else does."""
+    """Account of every task by the log's events. Checks that each task is dispatched and finished properly, once."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
         self.heard: Counter[str] = Counter()
-        """Messages to the coordinator, by kind."""
+        """Messages to the coordinator, by class."""
         self.told: Counter[str] = Counter()
-        """Messages of the coordinator, by kind."""
+        """Messages from the coordinator, by class."""
         self.flying: dict[tuple[str, int], tuple[str, int, int]] = {}
-        """Stream and task -> runner, incarnation, attempt."""
+        """(stream, task) -> (runner, incarnation, attempt) that has it."""
         self.done: set[tuple[str, int]] = set()
         self.lost: set[tuple[str, int]] = set()
-        """Lives of runners."""
+        """(runner, incarnation) of lost runners."""
         self.finalized: dict[str, int] = {}
         self.most_flying = 0
         self.failure: Violation | None = None
@@ -139,7 +138,7 @@ class Account:
 
 
 class CountedStore(Store):
-    """A database that keeps nothing but the versions of streams."""
+    """Database that keeps only the versions of streams."""
 
     def __init__(self, now: Callable[[], float], listener: Callable[[Recorded], None]) -> None:
         super().__init__(now, listener)

@@ -1,4 +1,4 @@
-"""A schedule is what happens to a system: a seed, batches, faults. From a number comes always the same one."""
+"""Schedules: the batches, requests and faults of one run. A seed always gives the same schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.messages import Retire
 
 PATIENCE = 1500.0
-"""Virtual seconds after the last fault in which every batch has to be finalized: a hang is waited out, a process that
-never says that it started for a minute, and a runner that fell often comes back after up to a minute."""
+"""Virtual seconds after the last fault in which every batch has to be finalized. Hangs take their timeouts, a process
+that never starts is noticed after a minute, and a runner that died often is restarted after up to a minute."""
 
 DULL = ("Heartbeat", "Where", "WhereReply", "EndedRunners")
 PROCESS_FAULTS = ("kill_runner", "kill_coordinator", "kill_guardian", "kill_all", "stop_coordinator", "stop_runner",
@@ -27,7 +27,7 @@ DATABASE_FAULTS = ("database_away", "error", "error_after", "fail", "fail_after"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`number`: the effect, or the message, after `at` that it hits; or the number of a runner's slot in `who`."""
+    """Fault of a schedule. `number`: the n-th effect or message after `at`, which it hits. `who`: slot of a runner."""
 
     kind: str
     at: float
@@ -51,7 +51,7 @@ class Schedule:
     faults: tuple[Fault, ...]
     sync_at: float | None = None
     restart_at: float | None = None
-    """When a client asks for another life of the first runner."""
+    """Time at which a client restarts the first runner."""
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.runners} runners of {self.places} places, {self.attempts} attempts"]
@@ -75,7 +75,7 @@ class Run:
 
 
 def make(seed: int, *, stress: bool = False) -> Schedule:
-    """The schedule with this number; with `stress` one of many faults."""
+    """Return the schedule of a seed: with 0 to 4 faults, or with `stress` 3 to 8."""
     rng = Random(seed)
     batches = tuple(_batch(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
     faults = [_fault(rng) for _ in range(rng.randint(3, 8) if stress else rng.choice((0, 1, 1, 2, 2, 3, 4)))]
@@ -152,7 +152,7 @@ def config_of(schedule: Schedule) -> LaunchedConfig:
 
 
 def run(schedule: Schedule, *, tracing: bool = False) -> Run:
-    """Play a schedule, with the doubles installed."""
+    """Run a schedule. The doubles must be installed."""
     world = World(schedule.seed, config_of(schedule), tracing=tracing)
     world.invariants = invariants = Invariants(world)
     last = max((f.at + f.seconds for f in schedule.faults), default=0.0)
@@ -238,7 +238,7 @@ def world_runners(world: World) -> int:
 
 # --- shrinking --------------------------------------------------------------------------------------------------------
 def shrink(schedule: Schedule, most: int = 150) -> Run:
-    """Return the smallest schedule near this one that fails, too, with its trace."""
+    """Simplify a failing schedule step by step while it still fails. Return the run of the last one, with its trace."""
     left = most
     smaller = True
     while smaller and left > 0:
@@ -284,7 +284,7 @@ def _fewer(runs: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def told(result: Run, lines: int = 200) -> str:
-    """A failing run for a reader; heartbeats and clients that look for a coordinator are left out."""
+    """Return the report of a failing run: schedule, trace without dull messages (`DULL`), and violation."""
     shown = [line for line in result.trace if not any(f"<- {dull} " in line for dull in DULL)]
     if len(shown) > lines:
         shown = [*shown[: lines - 40], f"... {len(shown) - lines} lines ...", *shown[-40:]]

@@ -1,7 +1,7 @@
-"""The log and the payload store, in memory: what `events.store.log.EventLog` promises, and faults on demand.
+"""The log and the payload store in memory, with the guarantees of `events.store.log.EventLog`, and faults on demand.
 
-One `Store` is the database. `LogDouble` is one process's door to it. An append is atomic, checks commit id, lease and
-versions in that order as the real one does, and tells `listener` of each event that is committed.
+A `Store` is the database, and a `LogDouble` is one process's access to it. An append is atomic. It checks commit id,
+lease and versions in this order, as the real one does, and calls `listener` with each committed event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDED = frozenset({"FINALIZED", "ABORTED"})
 
 @dataclass(slots=True)
 class BatchRow:
-    """Fields as in the read model."""
+    """Row of a batch, with fields of the read model."""
 
     stream: str
     batch_id: BatchId
@@ -36,7 +36,7 @@ class BatchRow:
 
 
 class Store:
-    """The database. `now` gives unix seconds."""
+    """The database. `now` returns unix seconds."""
 
     checks_epoch = True
 
@@ -130,7 +130,7 @@ class Store:
     def last_incarnation(self) -> int:
         return max((incarnation for _, incarnation in self.lives), default=0)
 
-    # --- read models: what projections/tables/read_models.py keeps, as far as the coordinator reads it --------------
+    # --- read models: the parts of projections/tables/read_models.py that the coordinator reads ---------------------
     def _project(self, row: Recorded) -> None:
         event = row.event
         if row.stream.startswith("batch/"):
@@ -158,13 +158,13 @@ def unavailable(*, passing: bool) -> LogUnavailable:
 
 
 class LogDouble:
-    """An EventLog on a Store. `alive` says whether its process lives: a dead one takes no lease."""
+    """Double of EventLog on a Store. `alive` returns False if its process is dead, which then takes no lease."""
 
     def __init__(self, store: Store, alive: Callable[[], bool]) -> None:
         self.store, self.alive = store, alive
         self.acknowledged: Mark | None = None
         self.memory: Any = None
-        self.engine = self  # for `engine.connect()`: the read models are asked through `open_batches` below
+        self.engine = self  # for `engine.connect()`; `open_batches` and others below read the read models
         self.url = "memory"
 
     @contextmanager
@@ -181,7 +181,7 @@ class LogDouble:
         return done
 
     def require(self, claims: Sequence[Claim]) -> None:
-        """Require that no claimed payload is lost, and advance the acknowledged mark."""
+        """Require that no claimed event is lost, and advance the acknowledged mark."""
         assert not self.lost_claims(claims)[1]
         marks = [mark for mark, _ in claims] + ([] if self.acknowledged is None else [self.acknowledged])
         self.acknowledged = max(marks, key=lambda mark: mark.position, default=None)
@@ -240,32 +240,32 @@ class LogDouble:
 
 
 def open_batches(log: LogDouble) -> list[tuple[str, BatchId]]:
-    """As `projections.tables.read_models.open_batches`."""
+    """Double of `projections.tables.read_models.open_batches`."""
     rows = sorted(log.store.batches.values(), key=lambda b: b.first_position)
     return [(b.stream, b.batch_id) for b in rows if b.state not in ENDED]
 
 
 def delivered_batches(log: LogDouble, limit: int) -> list[tuple[str, int]]:
-    """As `read_models.delivered_batches`; in the order of submission, which the simulator does not mind."""
+    """Double of `read_models.delivered_batches`, in the order of submission instead of ends."""
     rows = [b for b in log.store.batches.values() if b.state == "FINALIZED" and b.batch_type == "train"]
     return [(b.stream, b.first_position) for b in sorted(rows, key=lambda b: -b.first_position)[:limit]]
 
 
 def other_streams(log: LogDouble) -> dict[str, int]:
-    """As `projections.tables.stream_queries.other_streams`."""
+    """Double of `projections.tables.stream_queries.other_streams`."""
     log.store.require()
     return {name: len(rows) for name, rows in log.store.streams.items() if not name.startswith("batch/")}
 
 
 def greatest_batch_id(log: LogDouble) -> int:
-    """As `projections.tables.stream_queries.greatest_batch_id`."""
+    """Double of `projections.tables.stream_queries.greatest_batch_id`."""
     log.store.require()
     names = [name.removeprefix("batch/") for name in log.store.streams if name.startswith("batch/")]
     return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
-    """As `projections.tables.read_models.next_delivered`."""
+    """Double of `projections.tables.read_models.next_delivered`."""
     for row in log.read(types=["BatchFinalized"], after=after):
         if isinstance(row.event, ev.BatchFinalized) and row.event.result["batch_type"] == "train":
             return row.event.result["batch_id"], row.position
@@ -273,7 +273,7 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
 
 
 def read_open(log: LogDouble) -> OpenLeases:
-    """As `projections.tables.open_leases.read_open`."""
+    """Double of `projections.tables.open_leases.read_open`."""
     leases: OpenLeases = {}
     for row in log.read(stream="leases"):
         evolve_leases(leases, row.event)
@@ -281,14 +281,14 @@ def read_open(log: LogDouble) -> OpenLeases:
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
-    """As `projections.tables.runner_history.runner_states`, by the other fold."""
+    """Double of `projections.tables.runner_history.runner_states`, made from the fold in `projections.runner`."""
     lives = log.store.lives
     newest = [newest_life(lives, name) for name in {name for name, _ in lives}]
     return {life.name: (life.incarnation, life.state) for life in newest if life is not None}
 
 
 class PayloadDouble:
-    """A PayloadStore on a Store."""
+    """Double of PayloadStore on a Store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

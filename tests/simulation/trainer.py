@@ -1,9 +1,8 @@
-"""Simulated trainers: they submit batches, finalize them, finalize again, take from the queue, acknowledge; what they
-are told is checked. A batch of type `collect` has a scheduler: its tasks are scheduled in two parts, and their results
-taken as they come.
+"""Simulated trainers, whose answers are checked. They submit batches, finalize each twice, take experiences from the
+queue and acknowledge. For a batch of type `collect` a scheduler submits the tasks in two parts and takes results.
 
-A call goes on as one of `trinity_es/client/connection.py` does: it asks the guardian where the coordinator is, sends
-its request there, and after `PATIENCE_SECONDS` without an answer asks and sends again, under the same id.
+A call works like one of `trinity_es/client/connection.py`: it asks the guardian for the coordinator's address and sends
+its request there. After `PATIENCE_SECONDS` without an answer it does both again, under the same request id.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ from trinity_es.events.values import BatchId, batch_stream
 
 PATIENCE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 0.3
-"""Pause while there is no coordinator."""
+"""Pause before the guardian is asked again, while there is no coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What a trainer does with one batch."""
+    """Plan of one batch."""
 
     batch_id: BatchId
     batch_type: str
     runs: tuple[int, ...]
-    """Of each task."""
+    """Number of runs of each task."""
     start: float
     min_wait: int | None = None
     timeout: float | None = None
-    """Timeout of finalize, after which it is repeated."""
+    """Timeout of finalize. The trainer then finalizes again."""
     abort_after: float | None = None
 
     @property
     def refills(self) -> bool:
-        """True if its trainer asks for one more group than the batch has, and then adds a task."""
+        """True if the trainer requires one group more than the batch has, and then adds a task."""
         return self.batch_type == "train" and sum(self.runs) % 3 == 0
 
 
@@ -73,7 +72,7 @@ class Call:
         self.go()
 
     def go(self) -> None:
-        """Send the request, or first ask for the coordinator's address."""
+        """Send the request, or ask the guardian for the coordinator's address first."""
         trainer = self.trainer
         if self.over:
             return
@@ -92,7 +91,7 @@ class Call:
         trainer.world.later(PATIENCE_SECONDS, trainer.process, "", again)
 
     def found(self, coordinator: Any) -> None:
-        """Take the guardian's answer."""
+        """Handle the guardian's answer: the coordinator's address, or None."""
         if self.over:
             return
         self.trainer.coordinator = coordinator
@@ -106,7 +105,7 @@ class Call:
 
 
 class Trainer:
-    """All clients: one mailbox, a script for each batch."""
+    """All clients of a run: one mailbox, and a script for each batch."""
 
     def __init__(
         self, world: World, plans: tuple[BatchPlan, ...], sync_at: float | None, restart_at: float | None = None
@@ -129,7 +128,7 @@ class Trainer:
             world.later(restart_at, None, "", lambda: self.restart("runner-0"))
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call this later unless the trainer restarts first."""
+        """Schedule a call, which is skipped if the trainer restarts first."""
         life = self.life
         self.world.later(seconds, self.process, "", lambda: call() if self.life == life else None)
 
@@ -151,7 +150,7 @@ class Trainer:
                 call.done(message)
 
     def forget(self) -> None:
-        """The trainer's process ended, and another one begins where the log says that it was."""
+        """Replace the trainer's process by a new one, which continues from the state in the log."""
         for call in self.calls.values():
             call.over = True
         self.calls.clear()
@@ -281,7 +280,7 @@ class Trainer:
         Call(self, AddTasks(batch_id=plan.batch_id, tasks=tasks, cursor=None), answered)
 
     def take_from_queue(self, plan: BatchPlan) -> None:
-        """Request some experiences from the queue, of any batch."""
+        """Take some experiences from the queue, then acknowledge the batch."""
         n = 1 + sum(plan.runs) % 3
 
         def answered(reply: Reply) -> None:
@@ -314,7 +313,7 @@ class Trainer:
         Call(self, SyncWeights(version=version, path=f"/weights/{version}", timeout=20.0), lambda reply: None)
 
     def restart(self, name: str) -> None:
-        """Request a restart of the life that the guardian knows now; do nothing without a guardian."""
+        """Request a restart of a runner's current incarnation. Do nothing without a guardian."""
         children = getattr(self.world.guardian.receiver, "children", {}) if self.world.guardian is not None else {}
         if name in children:
             self.world.strike("restart_runner")

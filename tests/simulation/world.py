@@ -1,11 +1,11 @@
-"""What exists outside the actors: virtual time, processes, messages, and what goes wrong with them.
+"""Virtual time, processes and messages around the actors, and the faults of these.
 
-Everything that happens is an effect on one heap, in order of virtual time. A process that is dead has no effects any
-more: what its code still computes in the handler in which it died changes nothing, so a crash may come between any two
-effects without an exception. A stopped process keeps what would have come to it, in order.
+Everything that happens is an effect on one heap, in order of virtual time. A dead process has no more effects: its code
+finishes the handler in which it died, but this changes nothing. So a crash may come between any two effects without an
+exception. Effects on a stopped process are held, in order, until it continues.
 
-Two kinds of fault: those of a process are armed at a time and strike at its n-th effect from then on; those of the
-network and the database hit the n-th message, or the next append, after a time.
+There are two kinds of fault. A fault of a process is armed at a time and strikes at the process's n-th effect after
+that. A fault of the network or the database hits the n-th message, or the next append, after a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXIT_NOTICE_SECONDS = 0.01, 0.2
 
 
 class Violation(Exception):
-    """A promise was broken."""
+    """An invariant does not hold."""
 
 
 class Address:
@@ -60,7 +60,7 @@ class Process:
         self.children: list[Process] = []
         self.alive = True
         self.doomed = False
-        """True if its parent asked it to end."""
+        """True if its parent has sent it an ActorExitRequest."""
         self.stopped = False
         self.boots_at = now
         self.held: list[tuple[str, Callable[[], None]]] = []
@@ -71,7 +71,7 @@ class Process:
 
 @dataclass(slots=True)
 class MessageFault:
-    """Fault of the message that comes when `countdown` is 0."""
+    """Fault of one message: the one sent when `countdown` is 0."""
 
     kind: str
     countdown: int
@@ -79,7 +79,7 @@ class MessageFault:
 
 
 class World:
-    """One run. `invariants` and `trainer` are put in by schedule.py, `spawn_actor` by doubles.py."""
+    """State of one run. schedule.py sets `invariants` and `trainer`, doubles.py sets `spawn_actor`."""
 
     def __init__(self, seed: int, config: LaunchedConfig, *, tracing: bool = False) -> None:
         self.rng = random.Random(seed)
@@ -97,11 +97,11 @@ class World:
         self.steps = 0
         self.tracing, self.trace = tracing, list[str]()
         self.struck: dict[str, int] = {}
-        """Faults that had an effect, by kind."""
+        """Kind of fault -> number of times that it had an effect."""
         self.systems = 0
         self.guardians: list[Process] = []
         self.lives: dict[tuple[str, int], list[Process]] = {}
-        """The processes of a runner's life; two where two systems gave the same number."""
+        """(runner, incarnation) -> processes; several if two systems gave the same incarnation."""
         self.loops: list[Any] = []
         self.executions: dict[Any, int] = {}
         self.store = Store(lambda: EPOCH + self.now, self._committed)
@@ -111,7 +111,7 @@ class World:
 
     # --- time -------------------------------------------------------------------------------------------------------
     def later(self, seconds: float, process: Process | None, what: str, call: Callable[[], None]) -> None:
-        """Schedule a call after `seconds`, in this process if it lives then."""
+        """Schedule a call after `seconds`. It is skipped if `process` is dead by then."""
         self.at(self.now + seconds, process, what, call)
 
     def at(self, time: float, process: Process | None, what: str, call: Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ class World:
         return low + (high - low) * self.rng.random()
 
     def step(self) -> bool:
-        """Play the next effect; return False if there is none."""
+        """Play the next effect, and check the invariants. Return False if there is none."""
         if not self.heap:
             return False
         at, _, process, what, call = heapq.heappop(self.heap)
@@ -176,7 +176,7 @@ class World:
         return process
 
     def effect(self, process: Process | None) -> bool:
-        """Whether this process may do what it is about to do: it lives, and no fault strikes right before it."""
+        """Return True if this process may have its next effect: it lives, and no fault kills it right now."""
         if process is None:
             return True
         if process.alive and process.effects_left is not None:
@@ -188,7 +188,7 @@ class World:
         return process.alive
 
     def kill(self, process: Process) -> None:
-        """SIGKILL; its children die with it."""
+        """Kill a process and its children, as SIGKILL does."""
         if not process.alive:
             return
         process.alive = False
@@ -214,7 +214,7 @@ class World:
         self.kill(process)
 
     def stop(self, process: Process, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT after `seconds`."""
+        """Stop a process, as SIGSTOP does, and continue it after `seconds`."""
         if not process.alive or process.stopped:
             return
         process.stopped = True
@@ -228,7 +228,7 @@ class World:
 
     @property
     def guardian(self) -> Process | None:
-        """That of the system that clients find: the lease's owner, or one that is about to take it."""
+        """Guardian of the system that clients find: of the lease's owner, or of a newer system about to take it."""
         owner = self.store.owner.get("admin", {}).get("guardian", 0)
         found = None
         for guardian in self.guardians:
@@ -241,7 +241,7 @@ class World:
         return found
 
     def start_system(self, *, beside: bool = False) -> None:
-        """`trinity-es up`: a guardian on the same store, where none lives, or `beside` one that is taken for dead."""
+        """Start a guardian on this store, as `trinity-es up` does, if none lives. With `beside` start one anyway."""
         if self.guardian is not None and not beside:
             return
         if self.store.away:
@@ -259,7 +259,7 @@ class World:
         )
 
     def find(self, kind: str) -> Process | None:
-        """The running process of this kind in the current system: the coordinator that the guardian has in its list."""
+        """Return the live process of this kind in the current system, as its guardian lists it, or None."""
         guardian = self.guardian
         if guardian is None or not guardian.alive:
             return None
@@ -271,7 +271,7 @@ class World:
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def send(self, source: Process, to: Address, message: Any) -> None:
-        """Kept in order between two processes, unless disorder is the fault."""
+        """Send a message. Messages between two processes stay in order, unless the fault `disorder` is active."""
         if not self.effect(source) or to is None:
             return
         target = to.process
@@ -285,10 +285,10 @@ class World:
                     if fault.kind == "lose":
                         copies = 0
                     elif fault.kind == "duplicate":
-                        copies = 1 if isinstance(message, StartCoordinator | StartRunner) else 2  # nobody says it again
+                        copies = 1 if isinstance(message, StartCoordinator | StartRunner) else 2  # never sent twice
                     else:
                         seconds += fault.seconds
-        what = f"<- {type(message).__name__} from {source.label}{_told(message)}" if self.tracing else ""
+        what = f"<- {type(message).__name__} from {source.label}{_message_text(message)}" if self.tracing else ""
         for _ in range(copies):
             at = self.now + seconds
             # A child is started before it gets anything else.
@@ -302,18 +302,18 @@ class World:
 
     def _committed(self, row: Any) -> None:
         if self.tracing:
-            self.note(f"    log {row.position} [{row.metadata.get('epoch')}] {row.stream} {_event(row.event)}")
+            self.note(f"    log {row.position} [{row.metadata.get('epoch')}] {row.stream} {_event_text(row.event)}")
         self.invariants.committed(row)
 
 
-def _told(message: Any) -> str:
-    """What matters of a message, for the trace."""
+def _message_text(message: Any) -> str:
+    """Return the important values of a message, for the trace."""
     name = type(message).__name__
     if name == "RunUnits":
-        return f" acks {list(message.acks)} units {[_unit(i.batch_id, i.unit) for i in message.items]}"
+        return f" acks {list(message.acks)} units {[_unit_label(i.batch_id, i.unit) for i in message.items]}"
     if name == "OutcomeReport":
         return f" no. {message.number}: " + ", ".join(
-            _unit(o.batch_id, o.unit) + (" failed" if o.failures else "") for o in message.outcomes
+            _unit_label(o.batch_id, o.unit) + (" failed" if o.failures else "") for o in message.outcomes
         )
     if name == "RunnerStatus":
         running = [f"{b}/{t}.{r}@{a}" for b, _, units in message.running for t, r, a in units]
@@ -327,11 +327,11 @@ def _told(message: Any) -> str:
     return ""
 
 
-def _unit(batch_id: Any, unit: Any) -> str:
+def _unit_label(batch_id: Any, unit: Any) -> str:
     return f"{batch_id}/{unit.task}.{unit.run_id_base}@{unit.attempt}"
 
 
-def _event(event: Any) -> str:
+def _event_text(event: Any) -> str:
     name = type(event).__name__
     if name == "TasksDispatched":
         units = [f"{u.task}.{u.run_id_base}@{u.attempt}" for u in event.units]
@@ -350,16 +350,16 @@ def _event(event: Any) -> str:
 
 
 worlds: list[World] = []
-"""The last one runs now."""
+"""Active worlds; the last one is current."""
 
 
 def world() -> World:
-    """The one that runs now."""
+    """Return the current world."""
     return worlds[-1]
 
 
 def here() -> Process:
-    """The process whose code runs now."""
+    """Return the process whose code is running."""
     process = world().current
     assert process is not None
     return process
