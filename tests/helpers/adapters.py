@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them, made without it."""
+"""LoRA adapters in PEFT's file format, made without PEFT."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trinity_es.actors.engines.checkpoints import tensor_shapes
 from trinity_es.events import vocabulary as ev
 
 SHAPES = {"model.layers.0.self_attn.q_proj.weight": [8, 8], "model.layers.0.mlp.up_proj.weight": [16, 8]}
-"""Tensors of a model that adapters of `make_adapter` are for, by default."""
+"""Default of `make_adapter`: names and shapes of the model's tensors."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What adapters of `adapter_for` change."""
+"""Matrices that adapters of `adapter_for` change."""
 MODULES = tuple(name.removesuffix(".weight") for name in SHAPES)
 
 
@@ -34,7 +34,7 @@ def make_adapter(
     folder: Path, *, rank: int = 2, seed: int = 0, shapes: dict[str, list[int]] | None = None,
     tensors: dict[str, Any] | None = None, **settings: Any,
 ) -> Path:
-    """Write an adapter; `settings` go over those of adapter_config.json."""
+    """Write an adapter. `settings` replace fields of adapter_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted({name.split(".")[-2] for name in (shapes or SHAPES)})
     plain = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": names, "bias": "none"}
@@ -44,13 +44,13 @@ def make_adapter(
 
 
 def adapter_for(model: Path, folder: Path, seed: int, rank: int = 8) -> Path:
-    """Write an adapter of every matrix of the model, with numbers large enough to matter."""
+    """Write an adapter of all MATRICES of the model, large enough to change its answers."""
     shapes = {n: s for n, s in tensor_shapes(model).items() if n.endswith(".weight") and n.split(".")[-2] in MATRICES}
     return make_adapter(folder, rank=rank, seed=seed, shapes=shapes)
 
 
 class ByHand:
-    """The model with the adapter merged in by hand, in torch: `W + alpha / r * B A`."""
+    """Model in torch with an adapter merged by hand: `W + alpha / r * B A`."""
 
     def __init__(self, model: Path, adapter: Path | None = None) -> None:
         import torch
@@ -76,6 +76,6 @@ class ByHand:
 
 
 def published(adapter: str = "math", version: int = 1, **changes: Any) -> ev.AdapterPublished:
-    """Return what the log says of a version; its contents differ from those of others."""
+    """Return the AdapterPublished of a version, whose digest differs from that of other versions."""
     values: dict[str, Any] = {"path": f"/{adapter}/{version}", "rank": 8, "size": 9, "digest": f"{adapter}{version}"}
     return ev.AdapterPublished(adapter=adapter, version=version, **(values | changes))

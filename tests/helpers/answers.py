@@ -1,4 +1,4 @@
-"""What the stream `answers` means, told a second time, to hold the table against."""
+"""A second fold of the stream `answers`, to compare the read model with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trinity_es.projections.tables.serve_answers import AnswerState
 
 
 def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
-    """Return every answer by its message id, in the order in which they were recorded."""
+    """Return all answers by message id, in the order in which they were recorded."""
     state: dict[str, AnswerState] = {}
     for item in recorded:
         evolve_answers(state, item.event)
@@ -18,7 +18,7 @@ def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
 
 
 def evolve_answers(state: dict[str, AnswerState], event: ev.Event) -> None:
-    """Apply one more event; the state is changed in place."""
+    """Apply one event to `state`, in place."""
     match event:
         case ev.AnswersRecorded():
             for a in event.answers:

@@ -1,4 +1,4 @@
-"""Experiences of every shape: strategies of hypothesis, a small one, a payload of some."""
+"""Experiences of every shape: hypothesis strategies, a small example, and a payload of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ json_values = st.recursive(
 )
 json_dicts = st.dictionaries(texts, json_values, max_size=3)
 message_lists = st.none() | st.lists(json_dicts, max_size=2)
-floats = st.floats(width=32, allow_nan=False, allow_infinity=False)  # -0.0 too: an array keeps it
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)  # also -0.0, which arrays preserve
 any_arrays = st.sampled_from(DTYPES).flatmap(
     lambda dtype: hnp.arrays(
         dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),

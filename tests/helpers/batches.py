@@ -11,13 +11,13 @@ from trinity_es.projections.batch import BatchState, evolve, fold
 
 
 def result_of(task: int, run: int) -> ev.RunResult:
-    """Return metrics with full-length fractions, whose sum depends on the order of addition."""
+    """Return a result whose metrics use all bits of a float, so that their sum depends on the order."""
     value = random.Random(f"{task}/{run}").random()
     return ev.RunResult(run=run, metrics={"reward": value, "steps:sum": 1.0 + value, "x:last": value}, experiences=1)
 
 
 def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -> tuple[BatchState, list[ev.Event]]:
-    """Play a batch by the decisions, with failures and deaths in an order drawn from `seed`."""
+    """Play a batch with the real decisions, and random failures and deaths from `seed`."""
     chance = random.Random(seed)
     events: list[ev.Event] = list(
         batches.submit(

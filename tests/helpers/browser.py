@@ -1,4 +1,4 @@
-"""A browser and a dashboard for it."""
+"""A browser, and a dashboard to open in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def serving(url: str, **options: Any) -> Iterator[Dashboard]:
 
 
 class Browser:
-    """A Chromium, with the operations that these tests need."""
+    """Chromium, with the operations that the tests need."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -40,12 +40,12 @@ class Browser:
         return list(self.driver.find_elements("css selector", css))
 
     def text(self, css: str) -> str:
-        """Return the text of the first such element; "" without one. One script: the page may replace it."""
+        """Return the text of the first such element, or "". One script, since the page may replace the element."""
         script = "const e = document.querySelector(arguments[0]); return e ? e.innerText : ''"
         return str(self.driver.execute_script(script, css))
 
     def click(self, css: str) -> None:
-        """Wait for such an element, and click the first one."""
+        """Wait for such an element, then click the first one."""
         self.wait(lambda: self.all(css), f"something like {css}")
         self.driver.find_element("css selector", css).click()
 
@@ -66,13 +66,13 @@ class Browser:
         def tried() -> bool:
             try:
                 return bool(reached())
-            except StaleElementReferenceException:  # replaced by its next version meanwhile
+            except StaleElementReferenceException:  # the page replaced the element
                 return False
 
         wait_until(tried, what=f"{what} (at {self.path})", timeout=seconds)
 
     def complaints(self) -> list[str]:
-        """Return the errors in the browser's console: failed scripts, refusals by the CSP."""
+        """Return the errors in the browser's console, such as failed scripts and refusals by the CSP."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 

@@ -18,14 +18,14 @@ _Flow = tuple[bytes, bytes, int, int]
 
 
 class Capture:
-    """The TCP streams between the addresses of a network, both ways of each."""
+    """Recorder of the TCP streams between addresses of a network, in both directions."""
 
     def __init__(self, network: str) -> None:
         self._network = ipaddress.ip_network(network)
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ALL_PROTOCOLS))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 * 2**20)
         self._let_only_in(int(self._network.network_address), int(self._network.netmask))
-        self._dropped()  # before the filter was there
+        self._dropped()  # reset the count of packets from before the filter
         self._socket.settimeout(0.2)
         self._parts: defaultdict[_Flow, dict[int, bytes]] = defaultdict(dict)
         self._over = threading.Event()
@@ -36,8 +36,8 @@ class Capture:
         """Set a kernel filter for packets of this network."""
         load, both, is_equal, give = 0x20, 0x54, 0x15, 0x06
         program = [
-            (load, 0, 0, 12), (both, 0, 0, mask), (is_equal, 0, 4, network),  # from an address of it
-            (load, 0, 0, 16), (both, 0, 0, mask), (is_equal, 0, 1, network),  # to an address of it
+            (load, 0, 0, 12), (both, 0, 0, mask), (is_equal, 0, 4, network),  # from an address of the network
+            (load, 0, 0, 16), (both, 0, 0, mask), (is_equal, 0, 1, network),  # to an address of the network
             (give, 0, 0, 2**18), (give, 0, 0, 0),
         ]
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
@@ -82,7 +82,7 @@ class Capture:
 
 @contextlib.contextmanager
 def captured(network: str) -> Iterator[Capture]:
-    """Capture this network's traffic during the block; it is complete after the block."""
+    """Capture a network's traffic during this block. The capture is complete after the block."""
     capture = Capture(network)
     try:
         yield capture

@@ -1,4 +1,4 @@
-"""A CA for tests, and its certificates."""
+"""A certificate authority for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Files:
 
 
 class Authority:
-    """A CA, whose own certificate is the file `ca`."""
+    """Certificate authority; its own certificate is the file `ca`."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._ca, self._folder, self._name = trustme.CA(), folder, name

@@ -1,4 +1,4 @@
-"""Tokenizers with the chat templates of real models, over a small byte-level BPE, and their forms of tool calls."""
+"""Tokenizers with chat templates and tool-call formats of real models, over a small byte-level BPE."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Style:
     bos: str = ""
     special: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
-    """One id each, and not left out of texts."""
+    """Added tokens, one id each, that decoding does not skip."""
     call: Callable[[str], str] | None = None
-    """Text of a tool call with these arguments; None where the template has no tools."""
+    """Function from arguments to the text of a tool call; None if the template has no tools."""
     arguments: type = dict
-    """As clients give the arguments back: parsed, or as text."""
+    """Type in which clients send arguments back: parsed (dict) or as text (str)."""
     system: bool = True
 
 
@@ -99,7 +99,7 @@ def tokenizer(style: str) -> Any:
     bpe.add_special_tokens([AddedToken(t, special=True, normalized=False)
                             for t in dict.fromkeys((made.eos, made.bos, *made.special)) if t])
     bpe.add_tokens([AddedToken(t, special=False, normalized=False) for t in made.added])
-    end = "<|endoftext|>" if style == "phi3_5" else made.eos  # whose end of a turn is not its end of a text
+    end = "<|endoftext|>" if style == "phi3_5" else made.eos  # its turns end with another token than its texts
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=end, bos_token=made.bos or None, chat_template=template,
         clean_up_tokenization_spaces=False,

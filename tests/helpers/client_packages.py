@@ -1,4 +1,4 @@
-"""Clients from PyPI in environments of their own in `.venv/beside`, installed once, and the scripts that run in them.
+"""Client packages from PyPI, each installed once into an environment in `.venv/beside`, and scripts that use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ else dill takes its classes for a user's.
 TRL = ["trl==1.16.0", *DATASETS]
 OPENENV = "openenv==0.10.0"
 LETTERS = ROOT / "tests" / "full" / "environments" / "letters"
-"""An environment of verifiers 0.4.0."""
+"""Folder of a verifiers 0.4.0 environment."""
 
 INSTALL_SECONDS, ASK_SECONDS = 600, 300
 BESIDE = Path(sys.prefix) / "beside"
@@ -42,7 +42,7 @@ def once(contents: Sequence[str], make: Callable[[Path], None]) -> Path:
     with folder.with_suffix(".complete").open("a+") as complete:
         fcntl.flock(complete, fcntl.LOCK_EX)
         if os.fstat(complete.fileno()).st_size == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
             make(folder)
             complete.write("it is complete\n")
     return folder
@@ -54,7 +54,7 @@ def installed(*packages: str, beside: bool = False) -> dict[str, str]:
         uv = environments.uv()
         if uv is None:
             pytest.skip(f"{packages[0]} can't be installed: there is no uv here")
-        pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}  # as the Makefile hands them on
+        pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}  # the Makefile sets these
         given = {mine: os.environ[its] for mine, its in pips.items() if its in os.environ}
         install = [uv, "pip", "install", "--python"]
         if beside:

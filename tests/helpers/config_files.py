@@ -1,4 +1,4 @@
-"""Configs as files, and the errors of wrong ones."""
+"""Config files, and their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """Return the problems of a config file, and of what it names."""
+    """Return the problems of a config with this text, and of the files and classes that it names."""
     with pytest.raises((ConfigError, UnknownWorkflow)) as e:
         load_config(write(folder, text)).check()
     return [p.replace(str(folder) + os.sep, "").removeprefix("run.yaml ") for p in e.value.details["problems"]]

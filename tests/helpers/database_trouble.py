@@ -1,4 +1,4 @@
-"""A system whose database is in trouble."""
+"""Checks of a system whose database fails for a while."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 
 TASKS = 48
-"""Of 0.2 s each on 8 places: more than a second of work."""
+"""Number of tasks of 0.2 s each, which take more than a second on 8 places."""
 
 
 def on(url: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def text_log(client: RolloutClient, name: str) -> Path:
 
 
 def judge(client: RolloutClient, batch: int, result: dict[str, Any], tasks: int = TASKS) -> list[ev.Event]:
-    """Every task of the batch is finished, once, at the first attempt; its experiences are there; the log is sound."""
+    """Check that each task finished once, at the first attempt, with its experiences, and that the log is sound."""
     assert result["finished_task_count"] == tasks
     events = [r.event for r in client.log.events(batch)]
     names = Counter(type(e).__name__ for e in events)
@@ -37,7 +37,7 @@ def judge(client: RolloutClient, batch: int, result: dict[str, Any], tasks: int 
 
 
 def unnoticed(client: RolloutClient) -> bool:
-    """The one coordinator never had to give up a write, and to read its live state anew."""
+    """Return True if a single coordinator did all writes, without giving up one and reloading its state."""
     return births(client) == 1 and lines(text_log(client, "coordinator"), "log not written") == 0
 
 

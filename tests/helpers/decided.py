@@ -1,4 +1,4 @@
-"""Events and outcomes of a batch, short to write."""
+"""Short functions for events and outcomes of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that the files of `deploy/` start: a folder with its config, and `trinity-es` as a command."""
+"""A run for the files of `deploy/` to start: a folder with a config, and `trinity-es` as a command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def made_run(folder: Path) -> str:
-    """Put a run into a folder until slow hosts have joined; return the folder of commands for PATH."""
+    """Prepare a run in a folder, long enough for slow hosts to join. Return the folder of commands for PATH."""
     (folder / "tasks.jsonl").write_text("".join('{"prompt": "1 + 1", "response": "2"}\n' for _ in range(16)))
     (folder / "config.yaml").write_text(yaml.safe_dump({
         "mode": "explore", "total_steps": STEPS,
@@ -27,7 +27,7 @@ def made_run(folder: Path) -> str:
     }))
     commands = folder / "bin"
     commands.mkdir()
-    # Each host has a folder for temporary files of its own, as on machines of their own.
+    # Each host gets its own folder for temporary files, as on separate machines.
     (commands / "trinity-es").write_text(
         f'#!/bin/sh\nTMPDIR="{folder}/tmp-$1-${{SLURMD_NODENAME:-$HOSTNAME}}" && mkdir -p "$TMPDIR" && export TMPDIR\n'
         f'exec {sys.executable} -m trinity_es "$@"\n'
@@ -37,7 +37,7 @@ def made_run(folder: Path) -> str:
 
 
 def has_ended(url: str) -> set[str]:
-    """Check that the run ended completely; return the hosts that took part."""
+    """Check that the run ended completely, and return the hosts that finished tasks."""
     with trinity_es.open_log(url) as log:
         assert [b.state for b in log.batches()] == ["finalized"] * STEPS
         assert log.verify() == []

@@ -1,4 +1,4 @@
-"""Sessions of a runner's HTTP server on a real engine, as a run of a workflow has one."""
+"""Sessions of a runner's HTTP server on a real engine, such as a workflow's run has."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Session:
         return self.model.extract_experience_from_history()
 
     def exact(self, experience: Experience) -> None:
-        """Check that an experience's logprobs are those that the engine computes for its tokens."""
+        """Check that an experience's logprobs equal those that the engine computes for its tokens."""
         found = self.live.run(self.live.engine.logprobs(experience.tokens.tolist()))
         assert experience.logprobs is not None
         assert experience.logprobs.tolist() == pytest.approx(found[experience.prompt_length - 1 :], abs=2e-3)

@@ -21,7 +21,7 @@ from trinity_es.events.journal import KeptRun
 
 
 def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
-    """Return by how much a logprob of a sampled token differs from torch's."""
+    """Return the largest difference between a sampled token's logprob and torch's."""
     import torch
 
     with torch.no_grad():
@@ -35,11 +35,11 @@ def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
 T = TypeVar("T")
 
 
-START_SECONDS = 600.0  # 15 on a quiet machine, minutes where others build and test beside us
+START_SECONDS = 600.0  # 15 s on an idle machine, minutes on a busy one
 
 
 class Live:
-    """An engine on an event loop in a thread, called from the test's thread."""
+    """Engine on an event loop in another thread, called from the test's thread."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.loop = asyncio.new_event_loop()
@@ -65,7 +65,7 @@ class Live:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
         self.loop.close()
-        gc.collect()  # vLLM leaves a ZMQ context to the collector: its warning belongs to this test, which ignores it
+        gc.collect()  # vLLM leaves a ZMQ context to the garbage collector, whose warning this test ignores
 
 
 PROMPT = "c="
@@ -78,7 +78,7 @@ def tokens_of(kept: KeptRun | None) -> list[int]:
 async def cut_off(
     live: Live, sampling: Sampling, least: int, meanwhile: Callable[[], Any] | None = None, earlier: bytes = b"",
 ) -> Written:
-    """Ask, and end the attempt when each answer has at least so many tokens in the journal."""
+    """Call the model, and end the attempt when the journal has this many tokens of each answer."""
     writer = Written()
     writer.data = earlier
     prompt = live.engine.tokenizer.encode(PROMPT)
@@ -101,7 +101,7 @@ def again(live: Live, sampling: Sampling, writer: Written) -> list[Completion]:
 
 
 class SharedEngine:
-    """An engine for many tests: started when the first asks for it, and again after a test that ended it."""
+    """Engine for many tests, started on first use, and again after a test ended it."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

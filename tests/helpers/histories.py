@@ -1,4 +1,4 @@
-"""Random histories: events of batches, queue and runners in any order that a log accepts."""
+"""Random histories of batches, queue and runners, in any order that a log accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS: tuple[dict[str, float], ...] = ({}, {"rollout/reward/mean": 0.25}, {"ev
 
 
 def history(chance: random.Random, length: int) -> list[tuple[str, ev.Event]]:
-    """Draw events in any order, except a batch's first; few batches, tasks and lives, so that they often collide."""
+    """Draw random events, except that a batch begins with its submission. Ids are few, so that they often collide."""
     out: list[tuple[str, ev.Event]] = [(batch_stream(b), submitted(chance, b)) for b in BATCHES]
     for _ in range(length):
         room = chance.choices(("batch", "runner", "weights", "queue"), (10, 4, 1, 2))[0]
@@ -74,7 +74,7 @@ def of_batch(chance: random.Random, batch_id: BatchId) -> ev.Event:
 
 
 def of_queue(chance: random.Random, before: list[tuple[str, ev.Event]]) -> tuple[str, ev.Event]:
-    """Draw events of a trainer that takes delivered experiences, or resumes from a checkpoint."""
+    """Draw an event of a trainer that takes delivered experiences, or goes back to a checkpoint."""
     delivered, versions = list[tuple[BatchId, int, int]](), Counter[str]()
     for stream, event in before:
         versions[stream] += 1
@@ -108,7 +108,7 @@ def of_runner(chance: random.Random, runner: str) -> ev.Event:
 
 
 def append(log: EventLog, history: Iterable[tuple[str, ev.Event]], size: Callable[[], int]) -> None:
-    """Write a history in commits of `size` events."""
+    """Append a history in commits of `size()` events each."""
     entries = [(s, e) for s, e in history]
     versions, number = Counter[str](), 0
     while entries:

@@ -1,4 +1,4 @@
-"""Hosts that join a run, as processes of this machine."""
+"""Hosts that join a run, as processes on this machine."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ KEY = "the key of these tests, of 40 characters"
 
 
 class JoinedHost:
-    """A host: the process of `trinity-es join` and its descendants."""
+    """Host: the process of `trinity-es join` and its descendants."""
 
     def __init__(self, url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> None:
-        """`inside`: prefix of the command, to run it in a namespace."""
+        """Start the host. `inside`: prefix of the command, to run it in a namespace."""
         self.url, self.name, self.log_dir = url, name, folder / f"host-{name}"
         self._config = scripted(folder, store={"url": url}, system={"log_dir": str(self.log_dir)})
-        temporary = folder / f"tmp-{name}"  # a host has its own, where clients find its system
+        temporary = folder / f"tmp-{name}"  # clients find a host's system there
         temporary.mkdir(exist_ok=True)
         self.env = {**os.environ, "TRINITY_ES_KEY": KEY, "TMPDIR": str(temporary)}
         self.said = folder / f"{name}.said"
@@ -48,7 +48,7 @@ class JoinedHost:
             )
 
     def kill(self) -> None:
-        """kill -9 of all its processes, as when its machine fails."""
+        """Kill all processes of the host with SIGKILL, as when the machine fails."""
         self.process.kill()
         self.process.wait()
         kill_all(leftovers.leftovers(self._config))
@@ -61,7 +61,7 @@ class JoinedHost:
         return ["nsenter", "-t", str(first), "-p", "-m", "-n"]
 
     def drain(self) -> int:
-        """End it with SIGTERM, as a launcher does; return its exit status."""
+        """End the host with SIGTERM, as a launcher does, and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(90)
 
@@ -71,13 +71,13 @@ class JoinedHost:
 
 @dataclass
 class Head:
-    """The head of a run, with a client and a view of its log."""
+    """Head of a run, with a client and a reader of its log."""
 
     client: RolloutClient
     url: str
     folder: Path
     port: int
-    """Port on which it listens for hosts."""
+    """Port on which the head listens for hosts."""
 
     def events(self, *kinds: type[ev.Event]) -> list[Any]:
         with trinity_es.open_log(self.url) as log:
@@ -87,12 +87,12 @@ class Head:
         self.client.submit_batch(batch_id=batch_id, tasks=sleepers(tasks, seconds=seconds), batch_type="train")
 
     def settled(self) -> int:
-        """Count the tasks of the open batch that have ended."""
+        """Return the number of ended tasks of the open batch."""
         [batch] = self.client.status()["batches"]
         return int(batch["settled"])
 
     def finish(self, batch_id: int, tasks: int) -> None:
-        """Check that each task ended once with its experience, and that the log is sound."""
+        """Wait for the batch. Check that each task ended once with its experience, and that the log is sound."""
         done = self.client.finalize_train_batch(batch_id, timeout=90)
         assert done["finished_task_count"] == tasks
         found = Counter(e.eid.task for e in self.client.experiences(batch_id))
@@ -107,7 +107,7 @@ class Head:
         return [e for e in read if isinstance(e, ev.TaskFinished)]
 
     def ran_on(self, batch_id: int) -> Counter[str]:
-        """Count the tasks that ended on each host; "" is the head."""
+        """Return {host: number of tasks that ended on it}; "" is the head."""
         return Counter(host_of(e.runner) for e in self.ended(batch_id))
 
 
@@ -130,7 +130,7 @@ def host_joins(
 
 
 def ready(client: RolloutClient, host: str, timeout: float = 90) -> None:
-    """Wait until a runner of this host serves."""
+    """Wait until a runner of this host is ready."""
     def serves() -> bool:
         return any(r["runner"].endswith(f"@{host}") and r["state"] == "ready" for r in client.status()["runners"])
 
@@ -138,7 +138,7 @@ def ready(client: RolloutClient, host: str, timeout: float = 90) -> None:
 
 
 class KeyFile:
-    """File with the key between hosts, of which each host has a copy."""
+    """File with the hosts' shared key, and its copies."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
@@ -153,7 +153,7 @@ class KeyFile:
 def head_of(
     url: str, folder: Path, hosts: Mapping[str, Any] | None = None, *, port: int | None = None, **sections: Any
 ) -> Iterator[Head]:
-    """Start the head of a run over hosts; keyword arguments are further sections of its config."""
+    """Start the head of a run over several hosts. Keyword arguments are further sections of the config."""
     port = port or free_port()
     system = {"log_dir": str(folder / "head-logs"), **sections.pop("system", {})}
     reached = {"address": f"127.0.0.1:{port}", "timeout": 10.0, **(hosts or {})}
@@ -175,7 +175,7 @@ def log_of(head: Head) -> str:
 
 @contextmanager
 def with_host(start_head: StartHead, *options: str) -> Iterator[tuple[Head, JoinedHost]]:
-    """Give a head and a host b, which serves."""
+    """Yield a head, and a host `b` whose runner is ready."""
     head = start_head()
     with host_joins(head.url, "b", head.folder, *options) as host:
         ready(head.client, "b")

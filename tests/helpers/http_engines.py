@@ -1,4 +1,4 @@
-"""Engines over HTTP for tests, connected and closed again."""
+"""Engines over HTTP for tests, which are started and stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 async def met(
     server: ServerProcess, model: Path, prepare: Callable[[HTTPEngine], None] = lambda engine: None, **options: Any
 ) -> AsyncIterator[HTTPEngine]:
-    """A started engine; `prepare` gets it before."""
+    """Yield a started engine. `prepare` is called with the engine before."""
     engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": server.url, **options}))
     prepare(engine)
     try:

@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub with branches that can be moved, for `huggingface_hub` 1.31 to 2.4, `datasets`
+"""Stand-in for the Hugging Face hub with movable branches, for `huggingface_hub` 1.31 to 2.4 and `datasets`
 5.2.
 """
 
@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Repository:
-    """`commits`: the files of each by path. `branches`: the commit of each. `asked`: each request, as `GET /path`."""
+    """Repository. `commits`: files by path of each; `branches`: commit of each; `asked`: requests, as `GET /path`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Repository:
         self.gated = False
 
     def push(self, files: dict[str, bytes], branch: str = "main") -> str:
-        """Make a commit of these files, and have a branch point to it. Returns its hash."""
+        """Make a commit of these files, point a branch to it, and return its hash."""
         content = repr((self.name, sorted(files.items()), len(self.commits)))
         commit = hashlib.sha1(content.encode()).hexdigest()
         self.commits[commit], self.branches[branch] = dict(files), commit
@@ -45,7 +45,7 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
 
     def repository(self, name: str) -> Repository:
-        """Make a dataset of this name, `owner/name`."""
+        """Make a dataset repository `owner/name`."""
         return self.repositories.setdefault(name, Repository(name))
 
 
@@ -53,7 +53,7 @@ class Hub:
 def hub() -> Iterator[Hub]:
     made = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": made}))
-    server.daemon_threads = True  # clients keep their connections
+    server.daemon_threads = True  # clients keep connections open
     made.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

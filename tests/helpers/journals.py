@@ -1,4 +1,4 @@
-"""An engine that continues any prefix in one way, and a writer of journals in memory."""
+"""An engine that continues a prefix always in the same way, and a journal writer in memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WORDS = "naïve café — twelve ☕ cups; "
 
 
 class Steady:
-    """Each token is a function of the ids before it, so an answer that goes on is the undisturbed one.
+    """Engine whose tokens depend only on the ids before, so a continued answer equals an undisturbed one.
 
-    `tick` moves every open request by one token; nothing moves by itself.
+    `tick` gives every open request one more token. Nothing happens by itself.
     """
 
     def __init__(self, *, version: int = 0, alphabet: bytes = WORDS.encode()) -> None:
@@ -94,7 +94,7 @@ class Steady:
 
 
 class Written:
-    """A writer of journals that keeps the bytes; `look` records the progress of all open calls."""
+    """Journal writer that keeps the bytes. `look` records the progress of all open calls."""
 
     def __init__(self) -> None:
         self.open: set[OpenCall] = set()
@@ -111,12 +111,12 @@ class Written:
 
 
 async def ask(engine: Any, journal: RunJournal, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-    """Make one call, as a run's model does."""
+    """Call the engine as a run's model does."""
     return await Model(engine, journal=journal).completions(prompt, sampling)
 
 
 async def whole(engine: Any, journal: RunJournal, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-    """Return the answer to one call, with the engine moved until it is there."""
+    """Call the engine, tick until the call is answered, and return the answer."""
     asking = asyncio.ensure_future(ask(engine, journal, prompt, sampling))
     while not asking.done():
         await engine.tick(1)
@@ -126,7 +126,7 @@ async def whole(engine: Any, journal: RunJournal, prompt: str | list[int], sampl
 async def cut_off(
     engine: Any, journal: RunJournal, writer: Written, prompt: str | list[int], sampling: Sampling, tokens: int
 ) -> None:
-    """Ask, and end the attempt after this many tokens, as a kill does: nothing is recorded any more."""
+    """Call the engine, and end the attempt after this many tokens as a kill does, without further records."""
     asking = asyncio.ensure_future(ask(engine, journal, prompt, sampling))
     await engine.tick(tokens)
     writer.look()

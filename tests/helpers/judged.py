@@ -1,4 +1,4 @@
-"""A workflow that calls a tool and asks a judge, for engines of all kinds."""
+"""Workflow that calls a tool and a judge, for engines of all kinds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trinity_es.workflows.workflow import MultiTurnWorkflow
 
 
 class JudgedWithATool(MultiTurnWorkflow):
-    """Conversation of two answers with a tool call between, which is judged; then its last turn by itself."""
+    """Conversation of two answers with a tool call between them. A judge rates it, and then its last turn alone."""
 
     is_async = True
 

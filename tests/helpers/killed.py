@@ -1,7 +1,7 @@
-"""The processes that test_kill.py kills: a writer and a subscriber. Started as `python -m tests.helpers.killed`.
+"""Processes that test_kill.py kills: a writer and a subscriber, started as `python -m tests.helpers.killed`.
 
-A writer's i-th commit is the same in every life: the same id, streams and events (`commit_of`). It goes on from what
-it has acknowledged, and does the last acknowledged one again, as a client does that never saw the answer.
+The i-th commit of a writer is always the same: id, streams and events (`commit_of`). A restarted writer continues
+after its acknowledged commits, and repeats the last one, like a client that lost the answer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SHARED = 4
 
 
 def commit_of(writer: int, i: int) -> tuple[str, dict[str, list[TaskDropped]]]:
-    """The id of a writer's i-th commit, and its events by stream: one of its own, and one that it shares."""
+    """Return id and events by stream of a writer's i-th commit: its own stream, and a shared one."""
     commit_id = f"w{writer}-{i}"
     events = [TaskDropped(tasks=[writer, i, k], reason=commit_id) for k in range(1 + i % 3)]
     return commit_id, {f"own/{writer}": events[:1], f"shared/{i % SHARED}": events}
 
 
 def acknowledged(acks: Path) -> list[list[str]]:
-    """`[commit id, first position, last position]` of each; a line cut off by a kill was not acknowledged."""
+    """Return `[commit id, first position, last position]` of acknowledged commits. A torn last line is skipped."""
     if not acks.exists():
         return []
     return [line.split() for line in acks.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -54,13 +54,13 @@ def write(url: str, folder: Path, writer: int, ready: Path) -> None:
                 continue
         os.write(out, f"{commit_id} {committed.first_position} {committed.last_position}\n".encode())
         i, this_life = i + 1, this_life + 1
-        if this_life == 4:  # the first may only repeat what an earlier life wrote
+        if this_life == 4:  # the first commit may only repeat one of an earlier process
             ready.touch()
     log.close()
 
 
 def subscribe(url: str, folder: Path, ready: Path) -> None:
-    """Keep the positions seen in a database of its own, exactly once each."""
+    """Store each position of the log exactly once, in the subscriber's own database."""
     log = EventLog.open(url, durability="process")
     mine = sqlite3.connect(folder / "seen.db", isolation_level=None)
     mine.execute("CREATE TABLE IF NOT EXISTS seen (position INTEGER PRIMARY KEY, stream TEXT, version INTEGER)")

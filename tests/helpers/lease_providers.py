@@ -1,4 +1,4 @@
-"""Lease providers that keep their resources as files, and that fail on demand."""
+"""Lease providers whose resources are files, and that fail on demand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 LATE = threading.Event()
-"""Event that late resources wait for."""
+"""Event for which late resources wait."""
 ASKED: list[str] = []
-"""Keys of all resources that this process was asked to make."""
+"""Keys of all resources that this process tried to make."""
 RELEASED: list[tuple[str, str | None]] = []
 """(key, handle) of all resources that this process released."""
 
@@ -44,11 +44,11 @@ class Kept:
         match self.how:
             case "hangs":
                 time.sleep(60)
-            case "hangs with a child":  # a command that waits for a daemon
+            case "hangs with a child":  # as a command that waits for a daemon
                 child = subprocess.Popen(["sleep", "600"])
                 (self.folder / "child").write_text(str(child.pid))
                 child.wait()
-            case "leaves a child":  # as what goes into the background does, with all that was open
+            case "leaves a child":  # a background process inherits all open files
                 if (pid := os.fork()) == 0:
                     os.setsid()
                     time.sleep(600)
@@ -65,7 +65,7 @@ class Kept:
 
 
 class HandedOver(Kept):
-    """Provider whose file, named by its handle, holds the key of the lease that may release it."""
+    """Provider whose resource is a file named by the handle, with the key of the lease that may release it."""
 
     def create(self, key: str, ttl: float) -> str:
         (self.folder / key).write_text(key)
@@ -107,7 +107,7 @@ class AsyncKept(Kept):
 
 
 class Connected(AsyncKept):
-    """Provider with a connection that only the event loop that made it can use."""
+    """Provider with a connection that works only on the event loop that made it."""
 
     async def create(self, key: str, ttl: float) -> str:
         self.loop = asyncio.get_running_loop()
@@ -139,7 +139,7 @@ class Connected(AsyncKept):
 
 
 class Half:
-    """No provider."""
+    """Class without the methods of a provider."""
 
     def create(self, key: str, ttl: float) -> str:
         return key

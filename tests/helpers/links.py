@@ -1,4 +1,4 @@
-"""Connection between a host and the head over a network that a test can break."""
+"""A host and a head, connected over a network that a test can break."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Network:
     def __init__(self, to: int) -> None:
         self.lost: frozenset[str] = frozenset()
         self.passed = {"to head": bytearray(), "to host": bytearray()}
-        """Data of all connections, by direction."""
+        """Direction -> data of all connections."""
         self.stalled = ""
-        """Direction in which nothing is read any more, so that the sender blocks."""
+        """Direction in which nothing is read, so that the sender blocks; "" for none."""
         self.spoils = ""
-        """Direction in which a bit of the next large piece is flipped."""
+        """Direction in which a bit of the next large chunk is flipped; "" for none."""
         self.rate = float("inf")
-        """Bytes per second of a connection."""
+        """Maximum bytes per second of a connection."""
         self._to = to
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -45,7 +45,7 @@ class Network:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def to(self, port: int) -> None:
-        """Lead to this port from now on."""
+        """Forward to this port from now on."""
         self._to = port
 
     def away(self) -> None:
@@ -57,7 +57,7 @@ class Network:
         self.lost = frozenset({lost})
 
     def heal(self) -> None:
-        """Forward everything again; dropped data stay lost."""
+        """Forward everything again. Dropped data stay lost."""
         self.lost = frozenset()
 
     def cut(self) -> None:
@@ -96,7 +96,7 @@ class Network:
                     if not data:
                         return
                     if way in self.lost or end in broken:
-                        broken.add(end)  # what is lost in the middle of a stream is not made good
+                        broken.add(end)  # lost data of a stream can't be repaired
                         continue
                     if way == self.spoils and len(data) > 4096:
                         self.spoils, data = "", data[:-1] + bytes([data[-1] ^ 1])
@@ -107,7 +107,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(to: int) -> Iterator[Network]:
-    """Give a network that leads to this port of the head."""
+    """Yield a network that forwards to this port of the head."""
     between = Network(to)
     try:
         yield between
@@ -116,13 +116,13 @@ def network(to: int) -> Iterator[Network]:
 
 
 class Heard:
-    """A head that accepts or refuses hosts, and records the messages it got."""
+    """Head that accepts or refuses hosts, and records their messages."""
 
     def __init__(self, key: bytes = KEY, timeout: float = 5.0, **more: Any) -> None:
         self.hellos: list[Mapping[str, Any]] = []
         self.items: list[tuple[str, Any]] = []
         self.gone: list[tuple[str, float]] = []
-        """Reason why a connection ended, and the time of the host's last message."""
+        """(reason of the end, time of the host's last message) of each ended connection."""
         self.key, self.refuses, self.certificate = key, Admission(1, 1), Certificate.made()
         self.end = HeadEnd(
             ("127.0.0.1", 0), lambda: self.key, self.certificate, timeout, hello=self._hello,
@@ -138,13 +138,13 @@ class Heard:
 
 def dialer(head: Heard, port: int | None = None, key: Callable[[], bytes] = lambda: KEY, timeout: float = 5.0,
            name: str = "b") -> HeadDialer:
-    """Give the connection to a head, over the network that listens at `port`."""
+    """Return a dialer that connects to a head over the network that listens at `port`."""
     return HeadDialer(
         name, key, lambda: HeadPlace(f"127.0.0.1:{port or head.port}", head.certificate.digest), timeout)
 
 
 class Told:
-    """A host, and the messages it got."""
+    """Host that records its messages."""
 
     def __init__(self, way: HeadDialer) -> None:
         self.ups: list[tuple[int, int]] = []
@@ -170,7 +170,7 @@ def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
 
 @contextlib.contextmanager
 def taken_in(timeout: float = 5.0, **args: Any) -> Iterator[tuple[Heard, Network, Told]]:
-    """Give a head, a host that it has accepted, and the network between them."""
+    """Yield a head, the network, and a host that the head has accepted."""
     head = Heard(timeout=timeout)
     with network(head.port) as between, joined(head, between.port, timeout=timeout, **args) as host:
         wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 20)

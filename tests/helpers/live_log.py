@@ -1,4 +1,4 @@
-"""A coordinator's live state on a log of its own, without actors: a turn is written when it ends."""
+"""Live state of a coordinator on a real log, without actors. Each turn is written when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_es.projections.tables.read_models import projectors
 
 
 class LiveLog(Timers):
-    """Surroundings of a live state: the actor's clock, its timers, its sent messages."""
+    """Host of a live state: clock, timers and sent messages of the actor."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class LiveLog(Timers):
         self.sent.append((to, message))
 
     def look(self) -> None:
-        """Do what the actor checks at the end of a turn."""
+        """Do the checks that the actor does at the end of a turn."""
 
     def turn(self) -> Sequence[ev.Event]:
-        """End the turn and its follow-ups; return the written events."""
+        """End the turn and its follow-up turns, and return the written events."""
         written: list[ev.Event] = []
         self.look()
         while self.live.turn.writes or self.live.turn.durable_calls:

@@ -1,4 +1,4 @@
-"""Logs with something in them."""
+"""Logs with events, and copies of logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answers(digest: str) -> list[ev.Event]:
 
 
 def copied(url: str, to: str) -> str:
-    """Copy this log beside it under another name; return its URL. On PostgreSQL it must have no connections."""
+    """Copy a log under another name beside it, and return the copy's URL. A PostgreSQL log must have no connections."""
     file = file_of(url)
     if file is None:
         return _database(url, to, f"CREATE DATABASE {to} TEMPLATE {parse_url(url).database}")
@@ -43,7 +43,7 @@ def copied(url: str, to: str) -> str:
 
 
 def renamed(url: str, to: str) -> str:
-    """Rename this log, replacing a log of that name; return its URL. It must have no connections."""
+    """Rename a log without connections, replacing a log of that name, and return the new URL."""
     file = file_of(url)
     if file is None:
         _database(url, to, f"DROP DATABASE IF EXISTS {to}")

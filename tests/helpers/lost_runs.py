@@ -1,4 +1,4 @@
-"""Systems whose runners are lost under an answer: an engine that notes its requests, workflows, kills and journals."""
+"""Systems whose runners die during an answer: an engine that records requests, workflows, kills, journals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT, LONG = 20, 150
 
 
 class Counting(ScriptedEngine):
-    """Notes each request: how many tokens its prompt has, and how many it may have."""
+    """Engine that records each request: tokens of its prompt, and its max_tokens."""
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         with open(os.environ["REQUESTS"], "a") as file:
@@ -29,7 +29,7 @@ class Counting(ScriptedEngine):
 
 
 class TwoCalls(Workflow):
-    """A short answer, and a long one to it."""
+    """Workflow with two calls: a short answer, and a long one."""
 
     is_async = True
 
@@ -51,13 +51,13 @@ class TwoCallsInAProcess(TwoCalls):
 
 
 def fill(folder: str, box: str) -> None:
-    """Change a sandbox, once for each call."""
+    """Change a sandbox. Each call counts."""
     with open(f"{folder}.filled", "a") as file:
         file.write(f"{box}\n")
 
 
 class InASandbox(TwoCalls):
-    """Fills a sandbox and then makes the calls in it. The task's `workflow_args` are those of its provider."""
+    """Workflow that fills a sandbox and then makes the calls. The task's `workflow_args` are the provider's."""
 
     async def run_async(self) -> list[Experience]:
         args = self.task.workflow_args
@@ -89,7 +89,7 @@ def kill_everything(client: RolloutClient, start: StartSystem) -> RolloutClient:
 
 
 def journaled(client: RolloutClient) -> int:
-    """Bytes of all journals."""
+    """Return the total size of all journals in bytes."""
     journals = open_journals(client.config.store.url)
     try:
         return sum(len(part) for life in journals.lives() for part in journals.read(life))

@@ -1,4 +1,4 @@
-"""Logs of rollouts that a real engine made, without an actor system: for tests that regenerate them."""
+"""Logs of rollouts by a real engine without an actor system, for tests that regenerate them."""
 
 from __future__ import annotations
 

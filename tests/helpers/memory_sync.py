@@ -1,4 +1,4 @@
-"""Weights that are sent in memory."""
+"""A batch for tests that send weights in memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def served(client: RolloutClient) -> list[int]:
 
 
 def play(client: RolloutClient, batch_id: int) -> None:
-    """A batch is generated, whatever became of a sync."""
+    """Check that a batch can be generated, whether or not a sync succeeded."""
     client.submit_batch(batch_id=batch_id, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
     assert client.finalize_train_batch(batch_id, timeout=30)["finished_task_count"] == 1

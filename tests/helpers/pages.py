@@ -35,7 +35,7 @@ class Seen(HTMLParser):
 
 
 def append(path: str, *streams: str) -> None:
-    """An event in each of these streams, all in one commit."""
+    """Append an event to each of these streams, in one commit."""
     with EventLog.open(path, durability="process", projectors=projectors()) as log:
         writes = [
             Write(stream=f"runner/{s}", expected_version=log.stream_version(f"runner/{s}"),
@@ -51,7 +51,7 @@ class Listener:
         self.stream = messages(tail, after, tail.generation if generation is None else generation)
 
     async def until(self, name: str) -> tuple[int | None, dict[str, object]]:
-        """The id and data of the next message of this name."""
+        """Return id and data of the next message of this name."""
         async with asyncio.timeout(20):
             async for block in self.stream:
                 lines = dict(line.split(b": ", 1) for line in block.decode().encode().splitlines() if b": " in line)

@@ -1,4 +1,4 @@
-"""What tests of the parity table's rows share: a batch trained and read."""
+"""A batch that is trained and read, for tests of the parity table's rows."""
 
 from __future__ import annotations
 

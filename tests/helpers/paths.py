@@ -1,10 +1,10 @@
-"""Where things are."""
+"""Folders of the repository."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-"""The repository."""
+"""Root of the repository."""
 GOLDEN = ROOT / "tests" / "golden"
-"""Logs and schemas of earlier releases; what commands and pages say."""
+"""Logs and schemas of earlier releases, and expected output of commands and pages."""

@@ -11,7 +11,7 @@ from trinity_es.events.vocabulary import PayloadRef
 
 
 class Memory(PayloadStore):
-    """A payload store, as far as experiences need one."""
+    """Payload store with the methods that experiences need."""
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}

@@ -31,7 +31,7 @@ def first(array: np.ndarray[Any, Any] | None) -> float:
 
 
 class Ticks:
-    """A clock that moves by one second at each reading."""
+    """Clock that advances by one second at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""A pooler before PostgreSQL, as PgBouncer is with pool_mode=transaction and a pool of one server process."""
+"""Pooler in front of PostgreSQL, like PgBouncer with pool_mode=transaction and one server process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from sqlalchemy import make_url
 
 ENCRYPTION = 80877103, 80877104
-"""A client's first requests for TLS and for GSSAPI."""
+"""Codes of a client's requests for TLS and for GSSAPI."""
 
 
 def exactly(end: socket.socket, size: int) -> bytes:
@@ -54,7 +54,7 @@ class _Client(socketserver.BaseRequestHandler):
             while (message := _message(client))[:1] != b"X":
                 asked += message
                 if message[:1] not in (b"Q", b"S"):
-                    continue  # the rest of it comes
+                    continue  # the rest is still to come
                 if not held:
                     held = pool.turn.acquire(timeout=20)
                 pool.process.sendall(asked)
@@ -88,7 +88,7 @@ class _Pooler(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def pooled(url: str) -> Iterator[str]:
-    """Give the URL of a database through a pooler that runs during the block."""
+    """Run a pooler during the block, and yield the database's URL through it."""
     parsed = make_url(url)
     with _Pooler(str(parsed.database), f"{parsed.query['host']}/.s.PGSQL.5432") as pooler:
         threading.Thread(target=pooler.serve_forever, args=(0.05,), daemon=True).start()

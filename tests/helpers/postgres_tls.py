@@ -1,4 +1,4 @@
-"""TLS in front of the tests' PostgreSQL, which is built without it, like a server with `hostssl` rules alone."""
+"""TLS proxy in front of the tests' PostgreSQL, which has no TLS. It acts like a server with only `hostssl` rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _serve(client: socket.socket, to: tuple[str, int], context: ssl.SSLContext) 
 
 @contextlib.contextmanager
 def in_tls(files: Files, address: str, to: tuple[str, int]) -> Iterator[int]:
-    """Give a port at which the server at `to` answers in TLS, with this certificate."""
+    """Yield a port at which the server at `to` is reached by TLS with this certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(files.cert, files.key)
     listening = socket.create_server((address, 0), backlog=128)

@@ -1,4 +1,4 @@
-"""Minimal read models for the log's tests, which can be made to fail or wait."""
+"""Minimal read models for tests of the log, which fail or wait on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trinity_es.events.store.log import EventLog, Recorded
 
 
 class Counts:
-    """Events of each stream, and the positions of all."""
+    """Read model with the number of events per stream, and the positions of all events."""
 
     def __init__(self, *, version: int = 1, before: Callable[[Sequence[Recorded]], None] | None = None) -> None:
         self.name, self.version, self.before = "counts", version, before

@@ -1,8 +1,8 @@
-"""Random conversations with a model that samples anything, over the chat templates of real models, and what must hold.
+"""Random conversations over chat templates of real models, with a model that samples anything, and checks of them.
 
-The client asks like any: new questions, further ones, tool results, the same again, several answers at once; it gives
-answers back as it got them, stripped, changed, or as parsed tool calls. What holds is judged here by texts, ids and a
-logprob that is each sampled token's own, without asking the code that is tested.
+The client sends new questions, further ones, tool results, repeated requests and requests for several answers. It
+returns answers unchanged, stripped, changed, or as parsed tool calls. The checks compare texts, ids, and logprobs that
+are unique for each sampled token. They don't use the tested code.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ THOUGHTS = st.sampled_from([
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer: how it is sampled, and how its client sends it back."""
+    """Plan of one answer: how it is sampled, and how the client sends it back."""
 
     text: str
     city: str | None
-    """Calls the tool for it, in the template's own words."""
+    """City for which the answer calls the tool, in the template's format; None for no call."""
     before: str
-    """Stands before a call of the tool."""
+    """Text before a tool call."""
     padded: dict[str, str]
     """Further fields that the client adds to the message."""
     compact: bool
-    """JSON without spaces, which no template writes."""
+    """True for a tool call in JSON without spaces, which no template writes."""
     split: int
     """Bit mask of the words that are sampled byte by byte."""
     special: int
-    """Position of a sampled special token; -1: none."""
+    """Position of a sampled special token; -1 for none."""
     end: str
-    """`eos`; `cut`: none; `other`: another special token."""
+    """End of the answer: `eos`, `cut` (no end token) or `other` (another special token)."""
     back: str
-    """`same`, `strip`, or `change`."""
+    """How the client returns the answer: `same`, `strip` or `change`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     thread: int
-    """Index of the conversation to continue; beyond the last: a new one."""
+    """Index of the conversation to continue. An index beyond the last starts a new one."""
     again: bool
-    """Whether it repeats an earlier request."""
+    """True if the step repeats an earlier request."""
     ask: str
     answers: list[Answer]
 
@@ -83,7 +83,7 @@ STEPS = st.builds(
     answers=st.lists(answers(), min_size=1, max_size=2),
 )
 talks = st.tuples(st.booleans(), st.booleans(), st.lists(STEPS, min_size=1, max_size=8), st.integers(0, 8))
-"""With tools; with a system prompt; the steps; after how many of them experiences are taken out."""
+"""(with tools, with a system prompt, steps, number of steps after which experiences are extracted)."""
 
 
 class Sampler(ScriptedEngine):
@@ -135,19 +135,19 @@ class Sampled:
 class Thread:
     messages: list[dict[str, Any]]
     made: dict[int, Sampled] = field(default_factory=dict)
-    """By the number of the assistant's message."""
+    """Index of the assistant's message -> its sampled answer."""
     changed: bool = False
-    """Whether the last answer differs from the sampled one."""
+    """True if the client changed the last answer."""
 
 
 def loose(text: str) -> str:
-    """Return a text without white space around what stands in angle brackets, and without blank reasoning."""
+    """Return a text without white space around tags in angle brackets, and without blank reasoning."""
     text = re.sub(r"<think>\s*</think>", "", text)
     return re.sub(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])\s*", r"\1", text).strip()
 
 
 class Talk:
-    """Player of a conversation that checks each step."""
+    """Player of conversations, which checks each step."""
 
     def __init__(self, style: str, tools: bool, system: bool) -> None:
         self.style, self.name = STYLES[style], style
@@ -180,7 +180,7 @@ class Talk:
         known = step.thread < len(self.threads)
         thread = self.threads[step.thread] if known else self.new()
         messages, made = [*thread.messages], dict(thread.made)
-        if known and step.again:  # what was asked there, once more
+        if known and step.again:  # the earlier request again
             while messages[-1]["role"] == "assistant":
                 made.pop(len(messages) - 1, None)
                 messages.pop()
@@ -211,7 +211,7 @@ class Talk:
         ))
 
     def ids_of(self, answer: Answer) -> list[int]:
-        """Return the ids that are sampled: some words byte by byte, special tokens where no text has them."""
+        """Return the sampled ids of an answer, with some words byte by byte, and perhaps a special token."""
         text = answer.text
         if self.calls(answer):
             text = self.before(answer) + self.style.call(self.arguments(answer))
@@ -247,7 +247,7 @@ class Talk:
         return self.tools is not None and answer.city is not None and answer.back != "change"
 
     def before(self, answer: Answer) -> str:
-        """Return what is said before a call, which is blank where the template wants messages without it."""
+        """Return the text before a tool call, which is blank if the template allows no text there."""
         return "\n\n" if answer.before and self.name == "deepseekv3" else answer.before
 
     def arguments(self, answer: Answer) -> str:
@@ -255,7 +255,7 @@ class Talk:
         return json.dumps({"city": answer.city}, ensure_ascii=False, separators=separators)
 
     def back(self, answer: Answer, one: Sampled) -> tuple[dict[str, Any], bool]:
-        """Return the message that the client makes of an answer, and whether it is another than was sampled."""
+        """Return the message that the client makes of an answer, and True if it differs from the sampled one."""
         if self.calls(answer):
             given: Any = json.loads(self.arguments(answer))
             if self.style.arguments is str:
@@ -271,7 +271,7 @@ class Talk:
     def prompt_is_sound(
         self, rendered: str, messages: list[dict[str, Any]], made: dict[int, Sampled]
     ) -> Sampled | None:
-        """Check the prompt of a request; return the answer that it continues."""
+        """Check the prompt of a request, and return the answer that it continues."""
         asked, whole = self.engine.asked, self.tokenizer.encode(rendered, add_special_tokens=False)
         template = self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True)
         assert whole == list(template["input_ids"])
@@ -279,7 +279,7 @@ class Talk:
         longest = max((len(s.tokens) for s in fits), default=0)
         same = [s for s in fits if len(s.tokens) == longest]
         before = next((s for s in reversed(same) if not s.followed), same[-1] if same else None)
-        # Every token is rendered, or is of an answer that was sampled where the text has it.
+        # Every token is rendered from the template, or belongs to a sampled answer at that place in the text.
         if asked != whole:
             assert before is not None, "neither the template's nor what was sampled"
             tail = asked[longest:]
@@ -295,7 +295,7 @@ class Talk:
             assert before is not None
             assert before.rendered == newest.rendered
             self.ended_once(before, asked[longest:])
-            if whole[:longest] == before.tokens:  # the text's own tokenization is what was sampled
+            if whole[:longest] == before.tokens:  # the text tokenizes to the sampled ids
                 assert asked == whole
             self.counts["continued"] += 1
         self.counts["as_the_template"] += bool(made) and asked == whole
@@ -303,7 +303,7 @@ class Talk:
         return before
 
     def bare(self, ids: list[int]) -> str:
-        """Return what ids say without special tokens, white space and blank reasoning."""
+        """Return the text of ids without special tokens, white space and blank reasoning."""
         return "".join(self.tokenizer.decode(ids, skip_special_tokens=True).split()).replace("<think></think>", "")
 
     def is_kept(self, rendered: str, newest: Sampled) -> bool:
@@ -331,7 +331,7 @@ class Talk:
         return False
 
     def ended_once(self, before: Sampled, tail: list[int]) -> None:
-        """Check that the turn ends once: by the token that was sampled, or by the template's."""
+        """Check that the turn ends once: with the sampled token or with the template's."""
         ended = before.ids[-1] == self.eos
         assert (tail[0] == self.eos) != ended
 
@@ -345,7 +345,7 @@ class Talk:
         self.counts["conversations"] = len(self.given_out)
 
     def every_sampled_token_is_learned_from_once(self) -> None:
-        """Check masks and logprobs against what was sampled, token by token."""
+        """Check masks and logprobs against the sampled tokens, one by one."""
         told = {s.first + i: t for s in self.sampled for i, t in enumerate(s.ids)}
         seen: list[int] = []
         for e in self.given_out:
@@ -372,7 +372,7 @@ class Talk:
         return numbers
 
     async def whole(self, thread: Thread) -> None:
-        """Check the experience of a conversation that ends with this answer."""
+        """Check the experience of a conversation that ends here."""
         if thread.changed:
             return
         before = self.engine.logprobs_asked

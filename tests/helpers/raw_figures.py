@@ -1,4 +1,4 @@
-"""Figures of a run counted from its events by SQL and JSON, with nothing of this software, under the commands' names.
+"""Figures of a run, counted from its events by SQL and JSON without code of trinity_es, to compare with commands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Event:
 
 @dataclass(slots=True)
 class Sent:
-    """A unit that a runner got, and its outcome."""
+    """Unit that was sent to a runner, and its outcome."""
 
     task: int
     base: int
@@ -57,7 +57,7 @@ class Task:
 
 @dataclass(slots=True)
 class Batch:
-    """One batch since it was last submitted."""
+    """Batch since its last submission."""
 
     batch_id: int | str
     kind: str
@@ -93,7 +93,7 @@ class Batch:
 
     @property
     def reward(self) -> float | None:
-        """The mean over its settled tasks of the mean over their runs; of an eval over those with the most runs."""
+        """Mean over settled tasks of the mean reward over their runs; for an eval, over tasks with the most runs."""
         means = [(t.runs, sum(t.rewards.values()) / len(t.rewards))
                  for t in self.tasks if t.settled and not t.dropped and t.rewards]
         if self.kind == "eval":
@@ -102,7 +102,7 @@ class Batch:
 
 
 def read(path: Path) -> list[Event]:
-    """Every event of a SQLite log."""
+    """Return all events of a SQLite log."""
     connection = sqlite3.connect(path)
     try:
         rows = connection.execute(
@@ -114,7 +114,7 @@ def read(path: Path) -> list[Event]:
 
 
 def count(events: list[Event], until: int | None = None) -> dict[str, Batch]:
-    """Return the state of each batch up to a position, by stream."""
+    """Return {stream: batch} with the figures of each batch up to a position."""
     found: dict[str, Batch] = {}
     weights = 0
     for event in events:

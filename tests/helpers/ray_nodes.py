@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine: the process that holds it, and the commands to that process."""
+"""A Ray cluster of several nodes on this machine: the process that runs it, and commands to that process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ["ray==2.60.0", "msgpack==1.2.4"]
-"""Ray, and its dependencies that are not installed beside us."""
+"""Ray, and its dependencies that our environment lacks."""
 
 
 class RayNodes:
-    """A cluster: `env` is for processes that use it."""
+    """Ray cluster. `env` has the variables for processes that use it."""
 
     def __init__(self, env: Mapping[str, str], folder: str) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class RayNodes:
         self.env["RAY_ADDRESS"] = self.ask("address")
 
     def ask(self, *words: str) -> Any:
-        """Send a command to the process, and return its answer."""
+        """Send a command to the cluster's process, and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(words) + "\n")
@@ -49,8 +49,8 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(env: Mapping[str, str]) -> Iterator[RayNodes]:
-    """Give a cluster with one node, and end it."""
-    folder = tempfile.mkdtemp(prefix="es-ray-")  # short: sockets have their place in it
+    """Yield a cluster with one node, and end it after the block."""
+    folder = tempfile.mkdtemp(prefix="es-ray-")  # short, because the paths of sockets in it are limited
     nodes = RayNodes(env, folder)
     try:
         yield nodes
@@ -61,10 +61,10 @@ def ray_nodes(env: Mapping[str, str]) -> Iterator[RayNodes]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Ray prints
+    os.dup2(2, 1)  # Ray prints to stdout
     from ray.cluster_utils import Cluster
 
-    Path("/tmp/ray").mkdir(exist_ok=True)  # the cluster's address is written there, wherever its folder is
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes the cluster's address there
     node = {"num_cpus": 2, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={
         **node, "temp_dir": sys.argv[1], "include_dashboard": False,

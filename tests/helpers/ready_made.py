@@ -1,4 +1,4 @@
-"""Ready-made workflows, played by their names on an engine whose answers are given, with processes as in a runner."""
+"""Ready-made workflows, run by name as in a runner, on an engine with prepared answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trinity_es.workflows.registry import WORKFLOWS
 
 
 class Answers(ScriptedEngine):
-    """Engine that gives these answers in turn, and keeps its requests."""
+    """Engine that returns these answers in turn, and keeps its requests."""
 
     def __init__(self, *answers: str) -> None:
         super().__init__(EngineConfig(model_path=""))
@@ -34,14 +34,14 @@ class Answers(ScriptedEngine):
 
 
 async def played(pool: WorkerPool, workflow: str, engine: ScriptedEngine, runs: int = 1, **fields: Any) -> UnitResult:
-    """Play a task as a runner does, by the workflow's registered name. An answer may have 4,000 tokens (bytes)."""
+    """Run a task of a registered workflow as a runner does. An answer may have 4,000 tokens (bytes)."""
     fields = {"rollout_args": {"max_tokens": 4000}, **fields}
     task = Task(workflow=WORKFLOWS.path(workflow), task_id=0, **fields)
     return await WorkflowRunner(engine, workers=pool).execute(task, 1, range(runs), timeout=300)
 
 
 async def rewards(pool: WorkerPool, workflow: str, answers: list[str], **fields: Any) -> list[float]:
-    """Return the reward of each answer. Fails if one has none."""
+    """Return the reward of each answer. Fails if an answer has none."""
     found = []
     for answer in answers:
         done = await played(pool, workflow, Answers(answer), **fields)

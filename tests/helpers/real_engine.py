@@ -16,15 +16,15 @@ from trinity_es.system import lifecycle
 
 LETTERS = "abcdefghijklmnop"
 TOLERANCE = 1e-3
-"""Maximum difference of a logprob from torch's."""
+"""Maximum difference between a logprob and torch's."""
 
 
 @contextlib.contextmanager
 def vllm_system(
     folder: Path, model: Path, *, auxiliary_models: Sequence[dict[str, Any]] = (), **more: Any
 ) -> Iterator[RolloutClient]:
-    """A system whose runner has a vLLM engine, in a folder with modules that are called as our rooms are. `more`: keys
-    of its rollout model.
+    """Start a system with a vLLM engine, in a folder with modules named like our packages. `more`: keys
+    of the rollout model's config.
     """
     rollout = {
         "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 8,
@@ -33,7 +33,7 @@ def vllm_system(
     explorer = {"max_concurrency": 32, "rollout_model": rollout, "auxiliary_models": list(auxiliary_models)}
     config = scripted(folder, explorer=explorer, system={"keeper": True})
     name_as_ours(Path(config.code_path))
-    with contextlib.chdir(config.code_path):  # vLLM's own processes find these modules too
+    with contextlib.chdir(config.code_path):  # vLLM's processes find the modules there too
         lifecycle.start(config)
     client = trinity_es.connect(config)
     try:

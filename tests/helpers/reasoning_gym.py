@@ -1,4 +1,4 @@
-"""The example of reasoning-gym, run as a user runs it, and what it was rewarded for."""
+"""The reasoning-gym example, run as a user does, and its rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity_es.projections.reading.log_reader import Log
 
 
 def play_example(changes: dict[str, object], variables: dict[str, str], folder: Path, *, timeout: float) -> None:
-    """Run the example in this folder to its end, with these keys of its config changed."""
+    """Run the example to its end in this folder, with these changes of its config."""
     overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=folder,
@@ -22,7 +22,7 @@ def play_example(changes: dict[str, object], variables: dict[str, str], folder: 
 
 
 def rewards(log: Log, batch: BatchId) -> list[tuple[Task, float]]:
-    """Return each run's task and reward."""
+    """Return (task, reward) of each run of a batch."""
     submitted = next(r.event for r in log.events(batch) if isinstance(r.event, ev.BatchSubmitted))
     tasks = [task_from_dict(task) for task in log.tasks_of(submitted)]
     finished = [r.event for r in log.events(batch) if isinstance(r.event, ev.TaskFinished | ev.RunsFinished)]

@@ -1,4 +1,4 @@
-"""An engine that records its requests, and a tokenizer with marks, for tests of the model that a workflow gets."""
+"""An engine that records its requests, and a tokenizer with turn marks, for tests of a workflow's model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
 
 class Recorder(ScriptedEngine):
-    """A scripted engine that records its requests, answers and aborts."""
+    """Scripted engine that records requests, answers and aborts."""
 
     def __init__(self, **script: Any) -> None:
         super().__init__(EngineConfig(model_path="", options=script))

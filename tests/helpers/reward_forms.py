@@ -1,4 +1,4 @@
-"""Rewards of each form that users write. Each gives 3 for the answer "aab" to `ROW`, and fails for anything else."""
+"""Rewards in each form that users write. Each returns 3 for the answer "aab" to `ROW`, and fails for others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 ROW = {"prompt": "How many?", "question": "How many?", "choices": ["none", "three"], "answer": "B", "letter": "a"}
 IDS = list(b"aab")
-"""Tokens of the answer "aab": a byte each."""
+"""Token ids of the answer "aab", which are bytes."""
 
 
 def plain(response: str, prompt: str, truth: str) -> float:
@@ -26,7 +26,7 @@ def of_ids(response: str, completion_ids: list[int], scale: float) -> float:
 
 
 class Built:
-    """A class, which is built with `reward_fn_args`."""
+    """Reward class, which is constructed with `reward_fn_args`."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -63,4 +63,4 @@ FORMS: dict[Any, dict[str, Any]] = {
     plain: {}, whatever: {}, of_ids: {"scale": 3.0}, Built: {"scale": 3.0}, awaited: {}, trl: {}, trl_ids: {},
     trl_bare: {}, trl_awaited: {},
 }
-"""Each with its `reward_fn_args`."""
+"""Form of a reward -> its `reward_fn_args`."""

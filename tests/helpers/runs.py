@@ -1,4 +1,4 @@
-"""Runs of the command line that are killed and resumed."""
+"""Runs of `trinity-es run` that are killed and resumed."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ AT_ONCE = ("--set", "trainer.args.seconds=0", "--set", "explorer.rollout_model.s
 
 
 def finish_here(*args: object, cwd: Path) -> tuple[int, str, str]:
-    """Run a command in this process, which saves the start of an interpreter."""
+    """Run a command in this process, to save the start of an interpreter. Return exit status, stdout and stderr."""
     done = cli(*args, cwd=cwd)
     return done.exit_code, done.stdout, done.stderr
 
 
 def went_well(*args: object, cwd: Path) -> tuple[str, str]:
-    """Run a command in this process that must succeed; returns what it prints on stdout and stderr."""
+    """Run a command in this process that must succeed. Return stdout and stderr."""
     code, out, err = finish_here(*args, cwd=cwd)
     assert code == 0, err
     return out, err
 
 
 def outcome(config: Config) -> dict[str, Any]:
-    """Outcome of a run: the part that must not depend on interruptions."""
+    """Return the outcome of a run: the figures that must not depend on interruptions."""
     with trinity_es.open_log(config.store.url) as log:
         assert log.verify() == []
         batches = {b.batch_id: (b.state, b.reward, b.trained_step, b.model_version) for b in log.batches()}
@@ -106,7 +106,7 @@ def outcome(config: Config) -> dict[str, Any]:
 
 
 def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """Function that returns the outcome of an undisturbed run, by its `sync_interval`; `make` writes its config."""
+    """Return a function from `sync_interval` to the outcome of an undisturbed run. `make` writes the config."""
 
     @functools.cache
     def get(interval: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory)
 
 
 def explored(explorer: Explorer) -> Explorer:
-    """Return an explorer after it has explored to the end and shut down."""
+    """Run an explorer to its end, shut it down, and return it."""
 
     async def life() -> None:
         try:
@@ -137,7 +137,7 @@ def events_of(config: Config, *types: str) -> list[tuple[str, Any]]:
     try:
         with trinity_es.open_log(config.store.url) as log:
             return [(r.stream, r.event) for r in log.read(types=types)]
-    except trinity_es.TrinityError:  # it is being made
+    except trinity_es.TrinityError:  # the log is being made
         return []
 
 
@@ -146,7 +146,7 @@ def count(config: Config, kind: str, batch_id: BatchId) -> int:
 
 
 class SteadyTrainer:
-    """Trainer whose weights are a hash of all that it learnt, in order: equal weights mean equal runs."""
+    """Trainer whose weights are a hash of all experiences in order, so equal weights mean equal runs."""
 
     def __init__(self, model_path: str, *, seconds: float = 0.0) -> None:
         self.weights, self.steps, self.seconds = "new", 0, seconds
@@ -170,7 +170,7 @@ class SteadyTrainer:
 
 
 STEPS = 5
-"""Batches of 3 of 14 rows: the last one is of 2."""
+"""Number of steps: batches of 3 of 14 rows, the last one of 2."""
 
 
 def early_letters(response: str, prompt: str, truth: str | None) -> float:
@@ -178,20 +178,20 @@ def early_letters(response: str, prompt: str, truth: str | None) -> float:
 
 
 def odd_question(response: str, prompt: str, truth: str | None) -> float:
-    """Return 1 for every second row: a filter of rewards drops the groups of the others."""
+    """Return 1 for every second row, so that a filter of rewards drops the other groups."""
     return float(int(prompt.split()[-1]) % 2)
 
 
 def kill_run(config: Config, running: subprocess.Popen[str]) -> None:
-    """kill -9 of the command and of every process of the actor system, at once."""
+    """Kill the command and all processes of the actor system with SIGKILL, at once."""
     systems.kill_all([psutil.Process(running.pid), *leftovers.leftovers(config)])
     running.communicate(timeout=30)
-    if not config.system.keeper:  # which starts the system again at once
+    if not config.system.keeper:  # the keeper would start the system again at once
         wait_until(lambda: leftovers.leftovers(config) == [], "every process to be gone")
 
 
 def killed_when(reached: Callable[[Config], bool], path: Path, moment: str, timeout: float = 60) -> Config:
-    """Begin a run, and end its command and its system with kill -9 at this moment; returns its config."""
+    """Start a run, kill its command and system when `reached` is True, and return the config."""
     config = load_config(path)
     with command("run", path, cwd=path.parent) as running:
         wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=timeout)

@@ -14,7 +14,7 @@ BUCKET = "rollouts"
 
 
 class S3Server:
-    """A server on a fixed port that can be stopped, and started again with what it held."""
+    """S3 server on a fixed port that can be stopped, and started again with its objects."""
 
     def __init__(self) -> None:
         self._port = 0
@@ -56,7 +56,7 @@ def s3_environment(server: S3Server) -> dict[str, str]:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Give a server with a bucket, whose credentials are in this process's environment."""
+    """Yield a server with a bucket. The credentials are in this process's environment."""
     server = S3Server()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_environment(server).items():
@@ -70,7 +70,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @contextmanager
 def refusing_server(status: int, code: str, count: int) -> Iterator[str]:
-    """Give the address of a server that refuses `count` requests as S3 does, and accepts any other."""
+    """Yield the address of a server that refuses `count` requests as S3 does, and accepts all others."""
     left = [count]
 
     class Handler(BaseHTTPRequestHandler):

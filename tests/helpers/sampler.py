@@ -1,4 +1,4 @@
-"""An engine that samples given texts, and a tokenizer that tokenizes those texts differently."""
+"""An engine that samples prepared texts, and a tokenizer that tokenizes these texts differently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_es.testing import ByteTokenizer
 
 
 class Merging(Marked):
-    """A letter twice is one token (1000 + its code) where a text is tokenized, not where it is sampled."""
+    """Tokenizer that merges a doubled letter into one token (1000 + its code). Sampled texts have two."""
 
     def encode(self, text: str) -> list[int]:
         ids, i = list[int](), 0
@@ -27,7 +27,7 @@ class Merging(Marked):
 
 
 class Sampler(Recorder):
-    """Engine that writes given texts, a letter a token, and the end of the turn unless it is cut."""
+    """Engine that samples prepared texts, one token per letter, and the end of the turn unless cut."""
 
     def __init__(self, texts: Sequence[str], tokenizer: ByteTokenizer, cut: bool = False, **script: Any) -> None:
         super().__init__(**script)
@@ -53,7 +53,7 @@ class Sampler(Recorder):
 
 
 async def talk(model: Model, asks: Sequence[str], **sampling: Any) -> list[dict[str, Any]]:
-    """Send requests one after the other, each with the whole conversation before it."""
+    """Send requests one after the other, each with the whole conversation so far, and return the messages."""
     messages: list[dict[str, Any]] = []
     for ask in asks:
         messages.append({"role": "user", "content": ask})

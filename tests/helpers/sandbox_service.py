@@ -1,5 +1,6 @@
-"""A service of sandboxes that counts: `python -m tests.helpers.sandbox_service FILE SEED SLOW` writes its URL into
-FILE.
+"""Sandbox service that records its sandboxes.
+
+`python -m tests.helpers.sandbox_service FILE SEED SLOW` writes its URL to FILE.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 MAKING_SECONDS = 0.0, 0.5
-"""How long the service takes to make a sandbox, at least and at most."""
+"""Minimum and maximum time to make a sandbox."""
 SLOW_SECONDS = 4.0, 5.0
-"""The same of those that take long: longer than it takes until somebody looks for what a dead run asked for."""
+"""The same for slow sandboxes: longer than it takes until the system looks for sandboxes of a dead run."""
 
 
 def serve(place: Path, seed: int, slow: float) -> None:
@@ -74,7 +75,7 @@ def serve(place: Path, seed: int, slow: float) -> None:
                 self.end_headers()
                 self.wfile.write(body)
             except OSError:
-                pass  # who asked is gone
+                pass  # the client is gone
 
         def log_message(self, *_: Any) -> None:
             """Say nothing."""

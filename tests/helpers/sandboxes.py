@@ -1,4 +1,4 @@
-"""The service of sandboxes, in a process of its own; its lease provider; workflows that use it."""
+"""The sandbox service in its own process, its lease provider, and workflows that use it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trinity_es import Experience, Workflow
 from trinity_es.testing import wait_until
 
 CREATION_TIMEOUT = 9.0
-"""Time limit that the workflows set for making a sandbox, generous for a busy machine."""
+"""Time limit of the workflows for making a sandbox, generous for a busy machine."""
 
 
 class Service:
-    """The service's process and its counts. A share `slow` of the sandboxes takes long to make."""
+    """Process of the sandbox service. A share `slow` of the sandboxes takes long to make."""
 
     def __init__(self, folder: Path, seed: int = 0, slow: float = 0.0) -> None:
         folder.mkdir(exist_ok=True)
@@ -31,14 +31,14 @@ class Service:
         self.url = wait_until(lambda: place.exists() and place.read_text(), "the service of sandboxes to serve", 30)
 
     def boxes(self) -> list[dict[str, Any]]:
-        """Every sandbox that ever was: `key`, `handle`, `made`, `ended` (unix seconds or null), `users`."""
+        """Return all sandboxes ever made: `key`, `handle`, `made`, `ended` (unix seconds or null), `users`."""
         return list(_ask(self.url, "boxes"))
 
     def alive(self) -> list[dict[str, Any]]:
         return [box for box in self.boxes() if box["ended"] is None]
 
     def refuse(self, on: bool) -> None:
-        """Release nothing from now on, or again."""
+        """Refuse all releases from now on, or accept them again."""
         _ask(self.url, "refuse", on=int(on))
 
     def stop(self) -> None:
@@ -53,7 +53,7 @@ def _ask(url: str, what: str, **args: Any) -> Any:
 
 
 class Sandboxes:
-    """The provider."""
+    """Lease provider of the sandbox service."""
 
     def __init__(self, url: str) -> None:
         self.url = url

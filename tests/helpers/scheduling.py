@@ -1,4 +1,4 @@
-"""Workflows and tasks as the users of the known scheduler write them, for the tests of the Scheduler."""
+"""Workflows and tasks like those of Trinity-RFT's scheduler tests, for tests of the Scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def experience(run: int, step: int, **info: Any) -> Experience:
 
 
 class Dummy(Workflow):
-    """Sync, and does all runs itself. `raw_task["error_type"]`: `timeout_<seconds>`, `exception` or `exit`."""
+    """Sync workflow that plays all runs itself. `raw_task["error_type"]`: `timeout_<seconds>`, `exception`, `exit`."""
 
     can_repeat = True
 
@@ -43,7 +43,7 @@ class Dummy(Workflow):
 
 
 class OneRun(Dummy):
-    """Dummy that does one run at a time and is reused for the next."""
+    """Dummy that plays one run at a time and is reused for the next."""
 
     can_repeat, can_reset = False, True
     used = 0
@@ -57,7 +57,7 @@ class OneRun(Dummy):
 
 
 class AsyncDummy(Dummy):
-    """The same on the event loop of the runner, which `exit` ends. The first run that takes `slow_file` hangs too."""
+    """Async Dummy on the runner's event loop. `exit` ends the runner. The first run to take `slow_file` hangs."""
 
     can_repeat, is_async = False, True
 
@@ -78,7 +78,7 @@ def dummies(
     fine: int, *, timeout: int = 0, seconds: float = 60, exception: int = 0, exit: int = 0,
     workflow: type[Workflow] = Dummy, repeat_times: int = 1, **args: Any,
 ) -> list[Task]:
-    """Return so many tasks of each kind, in this order."""
+    """Return these numbers of tasks of each kind, in this order."""
     errors = [""] * fine + [f"timeout_{seconds}"] * timeout + ["exception"] * exception + ["exit"] * exit
     return [
         Task(workflow=workflow, raw_task={"error_type": e}, repeat_times=repeat_times, workflow_args=args)

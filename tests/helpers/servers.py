@@ -1,4 +1,4 @@
-"""Third-party engine servers for tests, in their own processes: stand-ins of vLLM, and the real one."""
+"""External engine servers for tests, in their own processes: stand-ins for vLLM, and the real one."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server: started, killed, started again on its port."""
+    """Server process that can be killed, and started again on its port."""
 
     def __init__(self, command: list[str], port: int, log: Path, **environment: str) -> None:
         self.command, self.port, self.log, self.environment = command, port, log, environment
         self.url = f"http://127.0.0.1:{port}"
         self.process: subprocess.Popen[bytes] | None = None
-        # No other test gets the port while the server does not run: a bound socket that does not listen keeps it, and
-        # lets a server bind that reuses addresses.
+        # A bound socket that does not listen keeps the port from other tests while the server is down. It lets a server
+        # bind that reuses addresses.
         self._kept = socket.socket()
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # its first server has it
+        with contextlib.suppress(OSError):  # the first server has it
             self._kept.bind(("127.0.0.1", port))
 
     def start(self, *changes: str) -> ServerProcess:
-        """Start it, with further arguments, which go before the first ones."""
+        """Start the server. `changes` are arguments that precede its own."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self.command, *changes], stdout=log, stderr=log, start_new_session=True, cwd=ROOT,
@@ -65,7 +65,7 @@ class ServerProcess:
         return self
 
     def kill(self) -> None:
-        """kill -9 of all of it."""
+        """Kill all processes of the server with SIGKILL."""
         process, self.process = self.process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -86,7 +86,7 @@ class ServerProcess:
 
 
 def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerProcess:
-    """Return a stand-in that is not started yet."""
+    """Return a stand-in for vLLM, not started yet."""
     port = port or free_port()
     command = [sys.executable, "-m", "tests.helpers.vllm_stand_in", "--port", str(port), "--model", str(model)]
     return ServerProcess([*command, *arguments], port, log)
@@ -94,7 +94,7 @@ def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerPr
 
 @contextlib.contextmanager
 def restarted_by_command(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, str, Path]]:
-    """A stand-in that takes no weights, a command that ends it and starts another, and a file with a pid for each."""
+    """Yield a stand-in that accepts no weights, a command that replaces it by another, and a file with their pids."""
     server, pids, script = stand_in(model, folder / "server.log", "--no-dev").start(), folder / "pids", folder / "sh"
     assert server.process is not None
     pids.write_text(f"{server.process.pid}\n")
@@ -111,7 +111,7 @@ def restarted_by_command(model: Path, folder: Path) -> Iterator[tuple[ServerProc
 
 
 def real_server(model: Path, log: Path, *arguments: str, dev: bool = True) -> ServerProcess:
-    """`vllm serve`, started by its module: the command looks for a package `vllm`, which the CPU build is not."""
+    """Return `vllm serve`, started as a module, because the command needs a package `vllm`, unlike the CPU build."""
     port = free_port()
     command = [
         sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port",

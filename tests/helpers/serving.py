@@ -1,4 +1,4 @@
-"""A proxy for the engines of a system, and its clients."""
+"""A proxy for a system's engines, and clients of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 class VLLMServed(NamedTuple):
-    """A system that serves, its proxy, and the model of its engines."""
+    """Serving system, its proxy, and the model of its engines."""
 
     client: RolloutClient
     proxy: Proxy
@@ -35,7 +35,7 @@ class VLLMServed(NamedTuple):
 
 @contextmanager
 def serving(config: trinity_es.Config) -> Iterator[Proxy]:
-    """Run a proxy for a running system, on a loop in a thread."""
+    """Run a proxy for a running system in a thread, during the block."""
     proxies: list[Proxy] = []
     failed: list[BaseException] = []
     loop = asyncio.new_event_loop()
@@ -87,7 +87,7 @@ def recorded(client: RolloutClient, message: str) -> list[Experience]:
 
 
 class Load:
-    """Clients that send requests, plain and streamed, until they are stopped."""
+    """Clients that send plain and streamed requests until they are stopped."""
 
     def __init__(self, proxy: Proxy, clients: int = 8, tokens: int = 8, model: str = "rollout") -> None:
         self.answered: list[tuple[str, str]] = []
@@ -132,13 +132,13 @@ class Load:
             assert not thread.is_alive(), "a request was never answered"
 
     def more(self, count: int = 16) -> None:
-        """Wait for this number of further answers."""
+        """Wait until `count` more answers have come."""
         reached = len(self.answered) + count
         wait_until(lambda: len(self.answered) >= reached, f"{count} more answers", 60)
 
 
 class Serving:
-    """Watches which engines serve, as the coordinator says: the fewest that did at any time."""
+    """Watch of the engines that serve, by the coordinator's status. Keeps the minimum number."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client, self._stop = client, threading.Event()

@@ -1,4 +1,4 @@
-"""A log by hand of a run over several hosts: the head, b that is lost once, c that leaves, d that drains."""
+"""Handmade log of a run over several hosts: the head, b (lost once), c (leaves) and d (drains)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _failed(task: int, runner: str, incarnation: int, reason: str, blamed: bool)
 
 
 def several_hosts() -> list[tuple[str, list[ev.Event]]]:
-    """Batch 1 of 10 tasks: 2 ended on the head, 1 on b, 4 on c, 1 on d; 1 is with b, 1 with d. b loses 3 attempts."""
+    """Return events of batch 1 with 10 tasks: 2 end on the head, 1 on b, 4 on c, 1 on d; b and d have one each."""
     lost = lost_reason("b", BROKE)
     batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 10, tasks=[{}] * 10, max_attempts=3)
     one = "batch/1"

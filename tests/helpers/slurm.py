@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine, in a folder of its own: for the batch script of `deploy/`. Needs root."""
+"""A Slurm cluster of two nodes on this machine, for the batch script of `deploy/`. Needs root."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 
 def lacks() -> str:
-    """Return what is missing to run Slurm here; empty if nothing is."""
+    """Return what is missing to run Slurm on this machine; "" if nothing is."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"there is no {' and no '.join(missing)} here (Debian: slurmctld, slurmd, slurm-client, munge)"
@@ -55,7 +55,7 @@ def lacks() -> str:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Give the environment for the commands of a Slurm with two nodes, each with 8 fake GPUs."""
+    """Run a Slurm with two nodes of 8 fake GPUs during the block. Yield the environment for its commands."""
     folder.chmod(0o755)
     host = socket.gethostname()
     for name in ("munge", "state"):

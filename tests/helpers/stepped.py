@@ -1,4 +1,4 @@
-"""A machine whose clock was stepped: a mount namespace with its own /proc/stat, so processes seem to start at other
+"""A machine whose clock is stepped: a mount namespace with its own /proc/stat, so processes seem to start at other
 times.
 """
 
@@ -25,7 +25,7 @@ def _lacks() -> str | None:
 
 
 class SteppedClock:
-    """`step(seconds)` moves the clock that commands started by `command` see."""
+    """Clock that commands from `command` see. `step(seconds)` moves it."""
 
     def __init__(self, folder: Path) -> None:
         if (reason := _lacks()) is not None:
@@ -41,5 +41,5 @@ class SteppedClock:
         self._file.write_text(re.sub(r"(?m)^btime (\d+)", later, self._text))
 
     def command(self, *argv: str) -> list[str]:
-        """Return the command that starts this one under the stepped clock."""
+        """Return a command that runs `argv` under the stepped clock."""
         return ["unshare", "--mount", "sh", "-c", f'mount --bind {self._file} /proc/stat && exec "$@"', "sh", *argv]

@@ -1,4 +1,4 @@
-"""A handmade log for `why` with a manual clock, and the answers of a running system."""
+"""A handmade log with a manual clock, for tests of `why`, and statuses of a running system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = 1_800_000_000.0
 
 
 class Story:
-    """A log by hand: `at(seconds)` moves the clock, `add(stream, events)` records."""
+    """Handmade log. `at(seconds)` sets the clock, `add(stream, events)` records events."""
 
     def __init__(self) -> None:
         self.now, self.recorded = T, list[Recorded]()
@@ -79,7 +79,7 @@ def configured(**explorer: Any) -> ev.SystemConfigured:
 
 
 def status(*runners: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a running system's status: rows of runners, healthy by default."""
+    """Return the status of a running system with these rows of runners, healthy by default."""
     well = {"runner": "runner-0", "incarnation": 1, "state": "ready", "places": 8, "model_version": 0, "reason": ""}
     rows = [well | r for r in runners or [{}]]
     children = [{"name": r["runner"], "state": "ready", "incarnation": r["incarnation"]} for r in rows]

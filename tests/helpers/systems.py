@@ -1,4 +1,4 @@
-"""Actor systems for tests: their configs, and how they are killed and ended."""
+"""Actor systems for tests: configs, start, kill and end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ StartSystem = Callable[..., RolloutClient]
 
 
 def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
-    """A config for the ScriptedEngine in this folder; keyword arguments are sections that are laid over it."""
+    """Return a config with the ScriptedEngine in this folder. Keyword arguments replace keys in its sections."""
     data: dict[str, Any] = {
         "mode": "explore",
         "explorer": {"max_concurrency": 8, "rollout_model": {"engine_type": "scripted"}},
@@ -37,7 +37,7 @@ def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
 
 
 def started(folder: Path, *, wait: bool = True, **sections: Any) -> RolloutClient:
-    """Run a system in this folder."""
+    """Start a system in this folder, and return a client."""
     config = scripted(folder, **sections)
     lifecycle.start(config)
     client = trinity_es.connect(config)
@@ -51,7 +51,7 @@ def started(folder: Path, *, wait: bool = True, **sections: Any) -> RolloutClien
 
 
 def is_whole(client: RolloutClient) -> bool:
-    """Whether another test may use a system; batches that an earlier one left open are aborted."""
+    """Abort open batches. Return True if another test may use the system."""
     try:
         status = client.status()
         for batch in status["batches"]:
@@ -62,7 +62,7 @@ def is_whole(client: RolloutClient) -> bool:
 
 
 def name_as_ours(folder: Path) -> None:
-    """Put a user's modules with the names of our packages into a folder."""
+    """Write modules named like our packages into a folder, as a user may have."""
     for file in ("events.py", "projections.py", "actors/__init__.py", "trinity_es_user.py"):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text("OWNER = 'the user'\n")
@@ -75,21 +75,21 @@ def merge(base: Any, over: Any) -> Any:
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
-    """kill -9 of each, whichever of them the death of another has already ended."""
+    """Kill these processes with SIGKILL. Some may have ended already because another one died."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def kill_system(client: RolloutClient) -> None:
-    """kill -9 of every process of a system at once, and wait until its admin is gone."""
+    """Kill all processes of a system with SIGKILL at once, and wait until its admin is gone."""
     admin = client._link.admin
     kill_all(running_system.processes(admin))
     wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
 
 
 def end(client: RolloutClient) -> None:
-    """Stop a system, whatever a test did to it, and see that no process of it is left."""
+    """Stop a system in any state, and check that no process of it is left."""
     admin = client._link.admin
     family = running_system.processes(admin)
     try:
@@ -103,7 +103,7 @@ def pid_of(client: RolloutClient, name: str) -> int:
     def look() -> int:
         children = client._link.where().status.get("children", [])
         pid = next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
-        return pid if pid and process_start_time(pid) is not None else 0  # or the guardian does not know yet
+        return pid if pid and process_start_time(pid) is not None else 0  # 0 also if the guardian does not know it yet
 
     return int(wait_until(look, f"the pid of {name}, alive"))
 
@@ -126,7 +126,7 @@ def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:
 
 
 def play_batch(client: RolloutClient, batch: BatchId, tasks: list[Task], timeout: float = 60) -> dict[str, Any]:
-    """Play tasks as a train batch until each of them has ended; returns the batch's result."""
+    """Run tasks as a train batch to the end, and return the batch's result."""
     client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
     result = client.finalize_train_batch(batch, timeout=timeout)
     assert result["finished_task_count"] == len(tasks)
@@ -134,7 +134,7 @@ def play_batch(client: RolloutClient, batch: BatchId, tasks: list[Task], timeout
 
 
 def limit_file_size(client: RolloutClient, size: int) -> None:
-    """A disk that is full, for the coordinator alone: no file of it may grow beyond `size` bytes."""
+    """Simulate a full disk for the coordinator alone: it can write no file beyond `size` bytes."""
     pid = next(c["pid"] for c in client._link.where().status["children"] if c["name"] == "coordinator")
     psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
 
@@ -149,7 +149,7 @@ def events(client: RolloutClient, kind: type[ev.Event]) -> list[Any]:
 
 
 def kill_everybody(client: RolloutClient) -> None:
-    """kill -9 of every process of the system at once."""
+    """Kill all processes of the system with SIGKILL at once."""
     processes = leftovers.leftovers(client.config)
     kill_all(processes)
     psutil.wait_procs(processes, timeout=30)

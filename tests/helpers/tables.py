@@ -1,4 +1,4 @@
-"""Tables of rows, as their users have them: parquet files, and what `datasets` saves to disk."""
+"""Tables of rows in users' formats: parquet files, and folders of `datasets`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_parquet(path: Path, samples: list[dict[str, Any]]) -> Path:
 
 
 def write_dataset(folder: Path, samples: list[dict[str, Any]], **state: Any) -> Path:
-    """Write what `datasets.Dataset.save_to_disk` writes, in two shards."""
+    """Write a folder as `datasets.Dataset.save_to_disk` does, in two shards."""
     folder.mkdir(parents=True)
     half = len(samples) // 2
     names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]

@@ -1,4 +1,4 @@
-"""Reader of tasksets in a process of its own, with packages that this one lacks."""
+"""Reader of tasksets in another process, with packages that this one lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class TasksetReader:
-    """A process with these environment variables, which ends with `close`."""
+    """Reader process with these environment variables, which `close` ends."""
 
     def __init__(self, script: Path, variables: Mapping[str, str], stderr: Path) -> None:
         self.stderr = stderr

@@ -1,4 +1,4 @@
-"""The timers of an actor, fired by a test."""
+"""Timers of an actor, which a test fires."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Timers:
-    """Timers of a `TimerHost`. `timers` are the armed ones; `delays` the seconds of all that were set."""
+    """Timers of a `TimerHost`. `timers` are the armed ones, `delays` the delays of all that were ever set."""
 
     def __init__(self) -> None:
         self.timers: dict[str, Callable[[], None]] = {}

@@ -1,4 +1,4 @@
-"""Rewards and workflows that tests of the TRL adapter name."""
+"""Rewards and workflows for tests of the TRL adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def vowels(response: str, truth: Any = None, prompt: Any = None) -> float:
 
 
 def is_truth(response: str, truth: Any = None, prompt: Any = None) -> float:
-    """Reward 1 if the reference answer belongs to the prompt, whatever the response is."""
+    """Return 1 if the reference answer belongs to the prompt. The response does not matter."""
     return float(prompt == f"{truth}=")
 
 
@@ -22,7 +22,7 @@ def broken(response: str, truth: Any = None, prompt: Any = None) -> float:
 
 
 class Flaky(Workflow):
-    """Rewards a run by its number; run 3 of the task whose answer is `workflow_args["of"]` never ends well."""
+    """Workflow that rewards a run by its number. Run 3 of the task with answer `workflow_args["of"]` always fails."""
 
     can_repeat = True
     is_async = True

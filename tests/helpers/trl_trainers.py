@@ -1,4 +1,4 @@
-"""Stand-ins of a trainer and of a system for the TRL adapter, which record their calls."""
+"""Stand-ins for a trainer and a system for the TRL adapter, which record their calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answer(task: int, run: int, *, step: int = 0, reward: float | None = 1.0, **
 
 
 class StandInClient:
-    """A system that answers at once. `failing`: runs, as (batch, task, run), that fail for good."""
+    """Client of a system that answers at once. `failing`: runs (batch, task, run) that fail for good."""
 
     def __init__(self, failing: Any = ()) -> None:
         self.submitted: dict[str, list[dict[str, Any]]] = {}
@@ -116,7 +116,7 @@ class StandInClient:
 
 
 class StandInTrainer:
-    """The part of a single-process GRPOTrainer that `Rollouts` uses."""
+    """Trainer with the methods of a single-process GRPOTrainer that `Rollouts` uses."""
 
     def __init__(
         self, rows: list[dict[str, Any]], *, group: int = 2, step: int = 0, reward_funcs: Any = (), **args: Any
@@ -139,14 +139,14 @@ class StandInTrainer:
         self.args = SimpleNamespace(**{**sampling, **steps, **args})
 
     def end_step(self, callback: Any) -> None:
-        """Have a step end, as the trainer tells its callbacks."""
+        """End a step: call the callback as the trainer does."""
         self._step += self.args.gradient_accumulation_steps
         self.state.global_step += 1
         callback.on_step_end(self.args, self.state, None)
 
 
 class Rows:
-    """The part of a `datasets.Dataset` that is used."""
+    """Dataset with the methods of `datasets.Dataset` that the adapter uses."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.column_names = rows, list(rows[0])

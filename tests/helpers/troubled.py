@@ -1,8 +1,8 @@
-"""A log of a run with much trouble: simulated schedules one after the other, with the times that they had.
+"""A log of a run with many faults, made of simulated schedules one after the other, with their times.
 
-Runners, coordinators and whole systems die in it, messages are lost, units time out, batches are aborted, ids are used
-again, 0 and "0" are two batches, and the last system dies at its work. What the simulator leaves plain is made various:
-tokens, and the weights that made them. Nothing is asserted here; tests/full/test_figures.py reads it.
+Runners, coordinators and whole systems die, messages are lost, units time out, batches are aborted, ids are reused,
+0 and "0" are two batches, and the last system dies at work. Tokens and weights versions, which are uniform in the
+simulator, are varied. tests/full/test_figures.py checks the log.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trinity_es.events.values import BatchId, FailureKind, batch_stream
 from trinity_es.projections.tables.read_models import projectors
 
 IDS = 14
-"""So many schedules in a row have batches of their own; then the ids begin again."""
+"""Number of schedules in a row with different batch ids. Then the ids are reused."""
 DYING = 4
-"""In so many schedules, the last ones, all dies at work, and nothing is recovered."""
+"""Number of last schedules in which the whole system dies at work and is not recovered."""
 
 
 def troubled(path: Path, seed: int, schedules: int) -> None:
-    """Write the log of so many schedules, from number `seed` on; it must not be there yet."""
+    """Write a new log of this number of schedules, with seeds from `seed` on."""
     chance, versions, began = Random(seed), Counter[str](), 0.0
     moved = _Moved(chance)
     with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
@@ -64,13 +64,13 @@ def troubled(path: Path, seed: int, schedules: int) -> None:
 
 
 def _published_twice(version: int) -> list[ev.Event]:
-    """From memory, another after it, and then as a checkpoint."""
+    """Return publications of a version from memory, of the next one, and of the first again as a checkpoint."""
     return [ev.WeightsPublished(version=v, path=f"{method}/{v}", method=method)
             for v, method in ((version, "memory"), (version + 1, "memory"), (version, "checkpoint"))]
 
 
 def _could_not_load() -> list[ev.Event]:
-    """A runner that goes on with the weights that it came up with, and is retired."""
+    """Return events of a runner that could not load weights, kept its first ones, and is retired."""
     life: dict[str, Any] = {"runner": "edge", "incarnation": 1}
     return [ev.RunnerStarted(**life, pid=2**22 - 4, host="gone", engine="scripted"),
             ev.RunnerReady(**life, places=1, model_version=1, load_seconds=0.5),
@@ -78,7 +78,7 @@ def _could_not_load() -> list[ev.Event]:
 
 
 def _taken(batch_id: BatchId, version: int) -> list[ev.Event]:
-    """An experience that two steps used, and a step that was undone."""
+    """Return events of an experience that two steps used, and of a step that was undone."""
     items = [ev.TakenItem(batch_id=batch_id, version=version, first=0, count=1, use_count=1)]
     takes: list[ev.Event] = [ev.ExperiencesTaken(items=items, at=0.0, step=step, request=f"edge {step}")
                              for step in (5, 6, 99)]
@@ -86,9 +86,9 @@ def _taken(batch_id: BatchId, version: int) -> list[ev.Event]:
 
 
 def _edges() -> list[ev.Event]:
-    """A batch of what simulated schedules have too seldom.
+    """Return a batch of cases that simulated schedules rarely have.
 
-    Task 0 runs on, 1 lost a run and was dropped, 2 waits for a runner, 3 has its newest tokens from its first unit, and
+    Task 0 is running, 1 lost a run and was dropped, 2 waits for a runner, 3 has its newest tokens in its first unit, and
     4 failed for two reasons in one attempt.
     """
     life: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
@@ -117,7 +117,7 @@ def _edges() -> list[ev.Event]:
 
 
 def _until_it_died(rows: list[Recorded]) -> list[Recorded]:
-    """Up to where half of the units had been sent."""
+    """Return the events up to the point at which half of the units were sent."""
     sent = [row.position for row in rows if row.type == "TasksDispatched"]
     return rows[: sent[len(sent) // 2]] if sent else rows
 
@@ -139,7 +139,7 @@ def _played(seeds: range) -> Iterator[list[Recorded]]:
 
 @dataclass(slots=True)
 class _Moved:
-    """Events of one schedule as they are in the long log: later lives of runners, later weights, other batches."""
+    """Converter of one schedule's events for the long log: later incarnations, later weights, other batch ids."""
 
     chance: Random
     number: int = 0
@@ -148,16 +148,16 @@ class _Moved:
     last_life: int = 0
     last_weights: int = 0
     delivered: tuple[BatchId, int] = (0, 0)
-    """The train batch that delivered something last, and the version of its stream then."""
+    """(last train batch with a delivery, stream version of its BatchFinalized)."""
     versions: Counter[str] | None = None
-    """Events that the streams had before this schedule."""
+    """Stream -> number of its events before this schedule."""
 
     def begin(self, number: int, versions: Counter[str]) -> None:
         self.number, self.versions = number, versions.copy()
         self.lives, self.weights = self.last_life, self.last_weights
 
     def note(self, rows: list[Recorded], events: list[ev.Event]) -> None:
-        """The last delivery to training."""
+        """Set `delivered` from the last BatchFinalized of a train batch."""
         assert self.versions is not None
         for row, event in zip(rows, events, strict=True):
             if isinstance(event, ev.BatchFinalized) and event.selected and event.result["batch_type"] == "train":
@@ -187,7 +187,7 @@ class _Moved:
         elif hasattr(event, "model_version"):
             changed["model_version"] = event.model_version + self.weights
         match event:
-            case ev.RunsFinished():  # TaskFinished is one
+            case ev.RunsFinished():  # or its subclass TaskFinished
                 drift = self.chance.choice((0, 0, 0, 1, 2))
                 newest = event.model_version_end + self.weights + self.chance.randrange(2)
                 changed["model_version"], changed["model_version_end"] = max(0, newest - drift), newest

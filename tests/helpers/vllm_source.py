@@ -1,8 +1,8 @@
-"""What we use of vLLM, read out of a release's sources by `ast`: nothing of vLLM is imported, so no wheel is needed.
+"""The parts of vLLM that we use, read from a release's sources by `ast`, without importing or installing vLLM.
 
 `python -m tests.helpers.vllm_source FOLDER` writes `tests/data/vllm/RELEASE.txt`, FOLDER being an unpacked wheel
-(`pip download --no-deps vllm==RELEASE`). A line is a name and what it takes or has: all parameters of a function (`=`:
-it has a default), of a class those fields that we use.
+(`pip download --no-deps vllm==RELEASE`). A line is a name with all parameters of a function (`=` marks a default), or
+with those fields of a class that we use.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ USED: dict[str, tuple[str, str]] = {
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": ("0.33", "return_weight_versions"),
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest": ("0.33", "return_weight_versions"),
 }
-"""Name -> (the releases that have it so: from which on, or from which to which; what we give it, or use of it)."""
+"""Name -> (releases that have it in this form, arguments that we pass or fields that we use)."""
 
 
 @cache
@@ -134,14 +134,14 @@ def _parsed(file: Path) -> ast.Module | None:
 
 
 def _module(folder: Path, module: str) -> tuple[ast.Module | None, bool]:
-    """Return a module's source and whether it is a package."""
+    """Return a module's syntax tree, or None, and True if the module is a package."""
     file = folder.joinpath(*module.split("."))
     package = _parsed(file / "__init__.py")
     return (package, True) if package is not None else (_parsed(file.with_suffix(".py")), False)
 
 
 def _found(folder: Path, module: str, name: str) -> ast.AST | None:
-    """Return the definition of a module's name, wherever the module has it from."""
+    """Return the definition of a name in a module, following imports."""
     tree, package = _module(folder, module)
     if tree is None:
         return None
@@ -163,7 +163,7 @@ def _found(folder: Path, module: str, name: str) -> ast.AST | None:
 
 
 def _member(folder: Path, module: str, owner: ast.ClassDef, name: str) -> ast.AST | None:
-    """Return the definition of a class's member, its own or inherited from a class of the same module."""
+    """Return the definition of a class's member, which may be inherited from a class of the same module."""
     for node in owner.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return node
@@ -192,7 +192,7 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str
 
 
 def written(folder: Path) -> str:
-    """Return what a release has of `USED`, a line each; `folder` has its package `vllm`."""
+    """Return a line for each name of `USED` as a release has it. `folder` contains the package `vllm`."""
     lines = []
     for used, (_, wanted) in sorted(USED.items()):
         module, _, path = used.partition(":")
@@ -212,7 +212,7 @@ def written(folder: Path) -> str:
 
 
 def release(folder: Path) -> str:
-    """Return the version that the sources of a release tell."""
+    """Return the version in the sources of a release."""
     tree = _parsed(folder / "vllm" / "_version.py")
     assert tree is not None
     found = [node.value for node in tree.body if isinstance(node, ast.Assign)
@@ -222,7 +222,7 @@ def release(folder: Path) -> str:
 
 
 def alternatives(tree: ast.AST) -> Iterator[list[set[str]]]:
-    """Yield each import of vLLM in a source of ours: the ways that it has, one after the other, to import the same."""
+    """Yield each import of vLLM in our source, as a list of the alternatives that it tries."""
     if isinstance(tree, ast.Try) and any(map(_imports, tree.body)):
         yield _ways(tree)
     elif found := _imports(tree):

@@ -1,10 +1,10 @@
-"""A stand-in for `vllm serve`: the part of its API that engines by HTTP use, in a process that starts in a second.
+"""Stand-in for `vllm serve` with the part of its API that HTTP engines use. It starts in a second.
 
-`python -m tests.helpers.vllm_stand_in --port 0 --model FOLDER`: options below. It is as strict as vLLM 0.32 where that
-is: what vLLM answers with 400, 401, 403, 404 or 500 it does too, the key is asked for under /v1 and /inference alone,
-routes of the development mode are not there without it, a pause keeps requests, and the label of the weights is gone
-with the process. Answers are tokens by chance, which depend on prompt, seed and weights. With `--account FILE` it
-writes a line of JSON for each answer that it sends: how many tokens, made by the weights of which folder.
+`python -m tests.helpers.vllm_stand_in --port 0 --model FOLDER`: options below. It is as strict as vLLM 0.32: it answers
+with the same 400, 401, 403, 404 and 500, requires the key only under /v1 and /inference, has no routes of the
+development mode without it, keeps requests during a pause, and loses the label of the weights when the process ends.
+Answers are random tokens that depend on prompt, seed and weights. With `--account FILE` it writes a line of JSON for
+each answer: the number of tokens, and the folder of the weights that made them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 FIRST, LAST = 64, 90
-"""Token ids that it answers with."""
+"""Range of token ids in answers."""
 
 
 class Refused(Exception):
@@ -40,19 +40,19 @@ class Refused(Exception):
 
 
 class StandIn:
-    """The state of a server, and its routes."""
+    """State of a server, and its routes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.weights, self.label = args, args.model, "default"
         self.going = asyncio.Event()
         self.going.set()
         self.rejects = False
-        """Whether it is paused and takes no new requests."""
+        """True while it is paused and accepts no new requests."""
         self.fails_with = 0
-        """The status of every request for tokens; 0: they are answered."""
+        """HTTP status with which requests for tokens fail; 0 to answer them."""
         self.started = time.time()
         self.running = 0
-        """Answers that it makes now."""
+        """Number of answers in progress."""
 
     def app(self) -> Starlette:
         routes = [
@@ -99,7 +99,7 @@ class StandIn:
         return JSONResponse({"vllm_config": config})
 
     async def fail_with(self, request: Request) -> Response:
-        """Answer requests for tokens with this status from now on, as who stands in front of a server may."""
+        """Fail requests for tokens with this status from now on, as a proxy in front of a server may."""
         self.fails_with = int((await _json(request))["status"])
         return Response(status_code=200)
 
@@ -183,7 +183,7 @@ class StandIn:
         gone = asyncio.ensure_future(_disconnected(request))
         await asyncio.wait({making, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
-        if not making.done():  # vLLM aborts what nobody waits for
+        if not making.done():  # vLLM aborts a request whose client is gone
             making.cancel()
             return Response(status_code=499)
         made = making.result()
@@ -207,7 +207,7 @@ class StandIn:
         yield "data: [DONE]\n\n"
 
     async def _make(self, prompt: list[int], s: dict[str, Any], index: int) -> tuple[list[int], list[list[Any]]]:
-        """Return tokens, and `[label, weights, start, end]` of whoever made them."""
+        """Return tokens, and spans `[label, weights, start, end]` of the weights that made them."""
         self.running += 1
         try:
             return await self._tokens(prompt, s, index)
@@ -256,7 +256,7 @@ class StandIn:
 
 
 class _Key:
-    """As vLLM's own middleware: the key guards some paths alone."""
+    """Middleware that requires the key on some paths only, like vLLM's own."""
 
     def __init__(self, app: Any, key: str) -> None:
         self.app, self.key = app, key

@@ -1,4 +1,4 @@
-"""A Python that has imported what takes long to import, and forks a child for each script that a test runs."""
+"""A Python process with slow imports done, which forks a child for each script that a test runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import setproctitle
 from tests.helpers.paths import ROOT
 
 MAKER_SECONDS = 1.0
-"""Interval between two looks whether the process that made a warm Python is there."""
+"""Interval at which a warm Python checks that the process that made it lives."""
 
 
 class Forked(subprocess.Popen[Any]):
-    """A child of a warm Python, as `subprocess` starts one. It leads a session of its own.
+    """Popen whose child is forked from a warm Python. The child leads a session of its own.
 
     A subclass may choose another warm Python for each command, or None, which starts a new interpreter.
     """
@@ -38,7 +38,7 @@ class Forked(subprocess.Popen[Any]):
         super().__init__(*args, **options)
 
     def choose(self, args: Sequence[str], options: Mapping[str, Any]) -> WarmPython | None:
-        """Return the warm Python that forks this command; `options`: those of `Popen` that it has to do with."""
+        """Return the warm Python that forks this command, or None. `options`: options of `Popen`."""
         return self._warm
 
     def _execute_child(
@@ -71,7 +71,7 @@ class Forked(subprocess.Popen[Any]):
             return 0, 0
         status = os.read(self._status, 100)
         os.close(self._status)
-        return self.pid, int(status or signal.SIGKILL)  # "": all of them were killed
+        return self.pid, int(status or signal.SIGKILL)  # "" if all of them were killed
 
     def _internal_poll(self, *args: Any, **options: Any) -> int | None:
         if self._status == -1 or self.returncode is not None:
@@ -87,7 +87,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 class WarmPython:
-    """A Python with these modules. Its children end with it, and it ends with the process that made it."""
+    """Python process with these modules imported. Its children end with it, and it ends with its maker."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self.variables = dict(variables)
@@ -102,9 +102,9 @@ class WarmPython:
     def fork(
         self, arguments: Sequence[str], streams: Sequence[int], variables: Mapping[str, str] | None, folder: Any
     ) -> tuple[int, int]:
-        """Run what `python ARGUMENTS` runs: a script, or a module after "-m", with stdin, stdout and stderr.
+        """Run a script, or a module after "-m", as `python ARGUMENTS` does, with these standard streams.
 
-        Returns its pid, and a pipe that its wait status comes from when it has ended.
+        Return the child's pid, and a pipe with its wait status after the end.
         """
         environment = {**(os.environ if variables is None else variables), **self.variables}
         request = json.dumps([list(map(os.fspath, arguments)), environment, os.fspath(folder or os.getcwd())])
@@ -123,19 +123,19 @@ class WarmPython:
 
     @classmethod
     def inherited(cls, requests: socket.socket) -> WarmPython:
-        """Return the warm Python that forked this process, which may ask it to fork others."""
+        """Return the warm Python that forked this process, to fork others."""
         python = cls.__new__(cls)
         python.variables, python._requests, python._turn = {}, requests, threading.Lock()
         return python
 
     def start(self, arguments: Sequence[str], output: IO[Any], errors: IO[Any]) -> Forked:
-        """Run it, with these files as its output."""
+        """Start a script or module with these files as its output."""
         return Forked([sys.executable, *arguments], warm=self, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 
     def run(
         self, arguments: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run it to its end, as `subprocess.run` does that captures its output."""
+        """Run a script or module to its end, and capture its output as `subprocess.run` does."""
         with Forked(
             [sys.executable, *arguments], warm=self, env={**os.environ, **(variables or {})}, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -154,9 +154,9 @@ class WarmPython:
 
 
 class Commands(Forked):
-    """Our own commands are forked from an interpreter that has imported them: most of such a start is imports.
+    """Popen that forks our own commands from an interpreter with their imports done, which are most of a start.
 
-    If a test changed what an interpreter reads when it starts, it gets a new one, as users do.
+    If a test changed environment variables that an interpreter reads at its start, a new one is made.
     """
 
     warm: WarmPython | None = None
@@ -173,13 +173,13 @@ class Commands(Forked):
 
     @classmethod
     def fork_from_now_on(cls, warm: WarmPython | None = None) -> None:
-        """Have this process fork them; `warm`: from where, else from one that is made when it is needed."""
+        """Make this process fork our commands from `warm`, or from a warm Python made when needed."""
         cls.begun, cls.warm = _read_at_start(os.environ), warm
         subprocess.Popen = cls  # type: ignore[misc]  # for all who use it
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what an interpreter reads when it starts, but for where our own modules are."""
+    """Return the variables that an interpreter reads at its start, without the path to our modules."""
     read = {k: v for k, v in env.items() if k.startswith(("PYTHON", "LC_", "LANG", "LD_", "TZ"))}
     if read.get("PYTHONPATH") == str(ROOT):
         del read["PYTHONPATH"]
@@ -207,7 +207,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _next_script(requests: socket.socket) -> list[str] | None:
-    """Fork for each request; return its arguments in the child that is to run them, and None at the end.
+    """Fork for each request. Return its arguments in the child that runs them, and None in the parent at the end.
 
     Children may ask as well, so who made this process is asked after, and not only listened to.
     """
@@ -230,7 +230,7 @@ def _next_script(requests: socket.socket) -> list[str] | None:
         signal.signal(which, signal.SIG_DFL)
     *streams, status, more = descriptors
     between = os.getpid()
-    if (pid := os.fork()) != 0:  # in a process that waits for the script's end, and says how it ended
+    if (pid := os.fork()) != 0:  # this process waits for the script and reports its status
         for descriptor in (*streams, more):
             os.close(descriptor)
         os.closerange(0, 3)

@@ -34,8 +34,8 @@ WAYS: dict[str, Callable[[], Any]] = {
     # --- it never comes back
     "sleep": lambda: time.sleep(3600),
     "loop": loop,
-    "C": lambda: ctypes.PyDLL(None).sleep(3600),  # holds the GIL: no thread and no signal handler gets a turn
-    "regex": lambda: re.match(r"(a+)+$", "a" * 64 + "b"),  # as the one before
+    "C": lambda: ctypes.PyDLL(None).sleep(3600),  # holds the GIL, so no other thread or signal handler runs
+    "regex": lambda: re.match(r"(a+)+$", "a" * 64 + "b"),  # holds the GIL too
     "deaf": deaf,
     # --- it ends
     "_exit": lambda: os._exit(3),

@@ -1,4 +1,4 @@
-"""Weights as folders with something in them, an engine that answers with what it read, and hosts that lack them."""
+"""Weights as folders of random files, an engine that answers with their digest, and hosts without these folders."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def make_weights(folder: Path, size: int = 1000) -> Path:
 
 
 def hidden(*folders: Path) -> list[str]:
-    """Return the prefix of a command for which these folders are empty."""
+    """Return the prefix of a command that sees these folders empty."""
     mounts = " && ".join(f"mount -t tmpfs none '{folder}'" for folder in folders)
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
 
 
 @cache
 def lacks_mounts() -> str:
-    """Return what is missing to hide folders here; empty if nothing is."""
+    """Return what is missing to hide folders on this machine; "" if nothing is."""
     if shutil.which("unshare") is None:
         return "there is no `unshare` here"
     try:

@@ -31,21 +31,21 @@ def one(**metrics: float) -> Experience:
 
 
 class LacksAModule(Workflow):
-    """Needs what is not on this machine."""
+    """Workflow that needs a missing module."""
 
     def run(self) -> list[Experience]:
         raise UnknownWorkflow("reward 'sums:right' can't be imported: no module sums")
 
 
 class Tells(Workflow):
-    """Tells its process."""
+    """Workflow that reports its process."""
 
     def run(self) -> list[Experience]:
         return [one(pid=os.getpid(), main=float(threading.current_thread() is threading.main_thread()))]
 
 
 class SignalsItsGroup(Workflow):
-    """Means the children that it has not, and would hit the runner. The signal harms nobody."""
+    """Workflow that signals process groups, as if for its children, and may hit the runner. The signal is harmless."""
 
     def run(self) -> list[Experience]:
         refused = 0
@@ -171,7 +171,7 @@ class Repeats(Workflow):
 
 
 class Ends(Workflow):
-    """`workflow_args["how"]`."""
+    """Workflow that ends its process as `workflow_args["how"]` says."""
 
     def run(self) -> list[Experience]:
         how = self.task.workflow_args["how"]
@@ -191,7 +191,7 @@ class EndsBeforeItRuns(Workflow):
 
 
 class Hangs(Workflow):
-    """`workflow_args`: `how`, and `note`, the file that it writes its pids to."""
+    """Workflow that hangs. `workflow_args`: `how`, and `note`, the file for its pids."""
 
     def run(self) -> list[Experience]:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -206,7 +206,7 @@ class Hangs(Workflow):
 
 
 class Waits(Workflow):
-    """After its answer it waits for `workflow_args["go"]`, a file."""
+    """Workflow that waits for the file `workflow_args["go"]` after its answer."""
 
     def run(self) -> list[Experience]:
         [experience] = self.model.chat(HELLO)
@@ -218,7 +218,7 @@ class Waits(Workflow):
 
 
 class LeavesAThread(Workflow):
-    """Its thread goes on asking the model, run after run."""
+    """Workflow that leaves a thread, which continues to call the model after the run."""
 
     def run(self) -> list[Experience]:
         def ask() -> None:
@@ -234,7 +234,7 @@ class LeavesAThread(Workflow):
 
 
 class Forks(Workflow):
-    """Ends while a child that it forked keeps its end of the pipe."""
+    """Workflow whose process ends while a forked child keeps the pipe open."""
 
     def run(self) -> list[Experience]:
         if os.fork() == 0:
@@ -285,7 +285,7 @@ NoNameOfItsOwn = made()
 
 
 class Letters:
-    """What the scripted tokenizer has not."""
+    """Part of a tokenizer that the scripted one lacks."""
 
     name_or_path = "letters"
 
@@ -294,7 +294,7 @@ class Letters:
 
     @property
     def odd(self) -> Any:
-        raise ValueError(threading.Lock())  # which can't be pickled
+        raise ValueError(threading.Lock())  # a lock can't be pickled
 
     def __call__(self, text: str, shout: bool = False) -> str:
         return text.upper() if shout else text
@@ -330,7 +330,7 @@ class Odd(ScriptedEngine):
 
 
 class Updates(ScriptedEngine):
-    """Its weights change with every request."""
+    """Engine whose weights change with every request."""
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         found = await super().generate(prompt, sampling)
