@@ -1,10 +1,10 @@
 """Start an actor system in a clean interpreter: `python -m trinity_es.actors.launch SETUP.json`.
 
 A clean interpreter, because a trainer holds CUDA contexts, threads and database connections that a fork would inherit.
-The setup file holds the resolved config, address and port, and the first incarnation; the environment says where the
-key is (`system_key.py`). The process exits when the coordinator has its lease (0) or after the deadline (1); the system
-stays. The actors are forked from what this module imports, so no import may start a thread (numpy ends its own at
-a fork) or open a file.
+The setup file holds the resolved config, address and port, and the number of the first runner process (incarnation).
+The environment says where the key is (`system_key.py`). This process exits with 0 when the coordinator has its lease,
+or with 1 after the deadline; the actor system stays. The actors are forks with this module's imports, so no import may
+start a thread (numpy ends its own at a fork) or open a file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trinity_es.events.store.checks.log_end import claims_of
 __all__ = ["main"]
 
 ARENAS_OPTION, ARENAS = -8, 2
-"""M_ARENA_MAX of malloc.h, and the number of heaps that a process's threads share. Each heap keeps what was freed."""
+"""M_ARENA_MAX of malloc.h, and the number of heaps that a process's threads share. Each heap keeps its freed memory."""
 SILENT_SECONDS = 20.0
 """How long a guardian, which never blocks, may be silent before it counts as dead."""
 
@@ -102,7 +102,7 @@ def main(setup_path: str) -> int:
 
 
 def _end_with_guardian(admin_class: Any) -> None:
-    """Make the admin exit when the guardian dies. Otherwise it would seem to run, and do nothing."""
+    """Make the admin exit when the guardian dies. An admin without its guardian would run on and do nothing."""
     original = admin_class.h_ChildActorExited
 
     def child_exited(admin: Any, envelope: Any) -> Any:
@@ -114,7 +114,7 @@ def _end_with_guardian(admin_class: Any) -> None:
 
 
 def _save_memory() -> None:
-    """Import ahead what forked actors share, and limit malloc's heaps: an idle runner then takes 16 MB, not 22."""
+    """Import modules that forked actors share, and limit malloc's heaps. An idle runner then takes 16 MB, not 22."""
     import_ahead()
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only; programs that engines start are not affected
     if set_option is not None:
@@ -122,7 +122,7 @@ def _save_memory() -> None:
 
 
 def _import_engines(config: LaunchedConfig) -> None:
-    """Import our own engines' modules ahead, but not vLLM, which starts threads, nor a user's, which may change."""
+    """Import the modules of this package's engines. vLLM's would start threads, and a user's may change later."""
     modules = {model.engine_class.partition(":")[0] for model in config.models.values() if model.engine_type != "vllm"}
     for module in modules:
         if module.startswith("trinity_es."):
@@ -130,7 +130,7 @@ def _import_engines(config: LaunchedConfig) -> None:
 
 
 def _exit_when_gone(address: str, port: int) -> None:
-    """Check the admin's port until no process listens there; then exit this process with status 1. For a thread."""
+    """Wait in a thread until no process listens on the admin's port, then exit this process with status 1."""
     while not _refuses_connections(address, port):
         time.sleep(0.2)
     print("the actor system died while it started", file=sys.stderr, flush=True)

@@ -35,7 +35,7 @@ def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    """Return a client for an event loop. Raises WorkflowError if openai can't be imported."""
+    """Return an asyncio client of the endpoint. Raises WorkflowError if openai can't be imported."""
     package = _import_openai()
     return _client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
@@ -67,7 +67,7 @@ def _client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
 
 
 def _import_openai() -> Any:
-    """Return the package openai. Raises WorkflowError."""
+    """Import the package openai and return it. Raises WorkflowError if that fails."""
     try:
         import openai
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Lookup of what a config names: a registered name, or a user's own "module:Class".
+"""Lookup of the classes and functions that a config names: by a registered name, or as a user's own "module:Class".
 
 Installed packages register workflows, rewards, monitors, engines, environments and commands as entry points. Operators,
 outputs, priority functions and monitors are built here, so their errors read the same.
@@ -20,7 +20,7 @@ from trinity_es.events.errors import ConfigError, UnknownWorkflow
 __all__ = ["build", "did_you_mean", "find", "lacking", "load", "look_in", "registered", "resolve", "way_out"]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
-"""Modules of this package under the names that logs of earlier releases have, and their present names."""
+"""Former names of modules, which logs of earlier releases contain, and their present names."""
 
 
 def look_in(*folders: str, first: bool = True) -> None:
@@ -40,7 +40,10 @@ def load(path: str) -> Any:
 
 
 def lacking(path: str) -> str:
-    """Return a sentence about the attribute of "module:Class" that the module, if imported, lacks; "" if none."""
+    """Return a sentence that the module of "module:Class" has no such attribute, with a similar name if there is one.
+
+    Returns "" if the module has the attribute, or is not imported.
+    """
     name, _, attribute = path.partition(":")
     module: Any = sys.modules.get(MOVED.get(name, name))
     if module is None:
@@ -71,7 +74,7 @@ def registered(kind: str) -> Mapping[str, str]:
 
 
 @cache
-def _entry_points() -> Any:  # of another type before Python 3.12. Reading those of 200 packages takes 6 ms
+def _entry_points() -> Any:  # another type before Python 3.12. Reading the entry points of 200 packages takes 6 ms
     return entry_points()
 
 
@@ -80,10 +83,10 @@ def _package_name(point: EntryPoint) -> str:
 
 
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], shape: str) -> Callable[..., Any]:
-    """Return the class or function of the `kind` with this name: one of `known`, or the user's own "module:Class".
+    """Return the class or function with this name: one of `known`, or the user's own "module:Class".
 
-    `known` has callables, or their paths, by name. `shape` says in errors what the user's own must be like. Raises
-    ConfigError.
+    `known` has callables, or their paths, by name. Errors name the `kind`, and describe by `shape` what a user's own
+    class must offer. Raises ConfigError.
     """
     path = known.get(name, name)
     if not isinstance(path, str):
@@ -121,7 +124,7 @@ def build(
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name, registered or "module:Class". Raises UnknownWorkflow, which calls it a `what`."""
+    """Return the class for a name in `registry` or a "module:Class". Raises UnknownWorkflow, which begins with `what`."""
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
@@ -139,11 +142,11 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
 
 
 def way_out(name: str, registered: Iterable[str]) -> str:
-    """Return a suggestion for a name that is not registered: a similar name, or to register it."""
+    """Return the end of an error about an unregistered name. It suggests a similar name, or to register this one."""
     return did_you_mean(name, registered) or '; register it, or give it as "module:name"'
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion of a known name with similar spelling, as the end of an error; "" if there is none."""
+    """Return "; did you mean NAME?" for a known name of similar spelling, as the end of an error; "" if none is."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

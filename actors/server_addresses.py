@@ -44,15 +44,15 @@ def is_loopback(address: str) -> bool:
 
 
 def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
-    """Return NO_PROXY and no_proxy: those of `variables`, with loopback and these addresses added.
+    """Return values for NO_PROXY and no_proxy: those of the environment `variables`, plus loopback and these addresses.
 
-    Some HTTP clients read only one of the two; of those that read both, some prefer one, some the other.
+    Both get the same value, since HTTP clients differ in which of the two they read or prefer.
     """
     settings = {}
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):
         setting = variables.get(name) or variables.get(other, "")
         hosts = [host.strip() for host in setting.split(",") if host.strip()]
-        if "*" not in hosts:  # which Python ignores if it is not alone
+        if "*" not in hosts:  # Python ignores a * that is not alone
             hosts += ["127.0.0.1", "localhost", *addresses]
         settings[name] = ",".join(dict.fromkeys(hosts))
     return settings

@@ -23,18 +23,18 @@ LOOK_SECONDS = 5.0
 """Interval between two checks of the store."""
 
 MISSES = 3
-"""Number of checks in a row that must miss the store, since restoring a copy removes it for a moment."""
+"""Number of checks in a row that must find no store. Restoring a copy removes the store for a moment."""
 
 
 def owner_gone(owner: Mapping[str, Any] | None) -> str:
-    """Return why a system with this owner (`pid`, `started`) has to end; empty if the owner lives or none is named."""
+    """Return that the owner process of a system (`pid`, `started`) has ended; "" if it lives or there is no owner."""
     if not owner or process_lives(owner["pid"], owner["started"]):
         return ""
     return f"process {owner['pid']}, which had started it, has ended"
 
 
 def store_gone(url: str) -> str:
-    """Return why the store at this URL, a file or a database, is gone for good; empty if it may still exist.
+    """Return in which way the store at this URL, a file or a database, was removed; "" if it may still exist.
 
     A database that does not answer counts as one that still exists.
     """
@@ -70,7 +70,7 @@ class StoreWatch:
         threading.Thread(target=self._run, name="store-watch", daemon=True).start()
 
     def _run(self) -> None:
-        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row have missed it."""
+        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row found no store."""
         miss_count = 0
         while not self._is_stopped.wait(LOOK_SECONDS):
             reason = store_gone(self._url)
@@ -84,7 +84,7 @@ class StoreWatch:
 
 
 def end_processes(admin: int, runners: list[int]) -> None:
-    """Kill this actor system: runners with their groups, processes that write to its launch log, the admin, itself."""
+    """Kill the actor system: the runners' process groups, processes that write to the launch log, admin, this one."""
     for pid in runners:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

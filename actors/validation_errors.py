@@ -36,9 +36,10 @@ def error_path(error: ErrorDetails) -> Path_:
 
 
 def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
-    """Return one sentence about one of pydantic's errors.
+    """Return one of pydantic's errors as a sentence.
 
-    `whole` names the outermost value. `shown` is the value as it was written, and `as_text` its spelling as text.
+    `whole` names the value if the error is not about a key in it. `shown` is the value as the config file has it, and
+    `as_text` the same value in quotes.
     """
     path = error_path(error)
     key = dotted(path) or whole
@@ -64,7 +65,7 @@ def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = ""
 
 
 def written(value: Any, form: Callable[[Any], str]) -> str:
-    """Return `form(value)`, or a description if Python can't write the value."""
+    """Return `form(value)`, such as its `repr`, or a description of the value if `form` raises."""
     try:
         return form(value)
     except Exception:  # Python refuses numbers of more than 4,300 digits, and an object's own code may raise anything

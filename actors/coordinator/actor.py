@@ -122,7 +122,7 @@ class Coordinator(BaseActor):
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
-            claims=message.known, unheard_runners=message.told,
+            claims=message.known, unheard_runners=message.informed_runners,
         )
         self.held_requests = HeldRequests(self, self.session)
         self.session.open()
