@@ -54,7 +54,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
 
     # --- for subclasses -------------------------------------------------------------------------------------------
     def crashed(self, error: BaseException) -> None:
-        """Hook for subclasses, called after a handler raised `error` and the error was logged."""
+        """Handle an exception of a handler, after it was logged: a hook for subclasses."""
 
     def accepts(self, message: Any) -> bool:
         """Return True if the actor handles this message now. Otherwise it is dropped, and its sender repeats it."""
@@ -173,10 +173,10 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
             self.log.critical("crashed() itself failed", exc_info=e)
 
     def on_exit(self) -> None:
-        """Hook for subclasses: clean up before this actor ends at the request of the actor system."""
+        """Clean up before this actor ends at the request of the actor system: a hook for subclasses."""
 
     def on_child_exit(self, child: Any) -> None:
-        """Hook for subclasses: handle the end of the child process with this address."""
+        """Handle the end of the child process with this address: a hook for subclasses."""
 
 
 def kill_group(pgid: int) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.config.config import LaunchedConfig
-from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent, import_ahead
+from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent_class, import_ahead
 from trinity_es.actors.messages import Configure
 from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.sealed_transport import AuthenticatedSystemBase
@@ -62,7 +62,7 @@ def main(setup_path: str) -> int:
     # Only this user may read the system's files. Runners restore the umask for the user's own code.
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
     if config.host is not None or config.hosts.address:
-        host_agent()  # imported before the fork of the actors
+        host_agent_class()  # imported before the fork of the actors
     _import_engines(config)
     gc.enable()
     gc.freeze()  # the imports stay, so garbage collection in the actors, which are forks, need not visit them

@@ -124,7 +124,7 @@ def build(
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class for a name in `registry` or a "module:Class". Raises UnknownWorkflow, which begins with `what`."""
+    """Return the class for a name in `registry`, or for a "module:Class". Raises UnknownWorkflow, which says `what`."""
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"

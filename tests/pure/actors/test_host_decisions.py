@@ -226,7 +226,7 @@ class Around:
         it.fleet.take("b", 1, [])
         return it
 
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         return self.connections
 
     def now(self) -> float:

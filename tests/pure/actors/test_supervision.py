@@ -105,7 +105,7 @@ def test_given_a_runner_that_ends_too_often_then_its_slot_is_quarantined_and_the
         ended, child = child, watched.begin("runner-0", incarnation, "address", now)
     assert pauses == [1.0, 2.0, 4.0, None]
     assert (ended.state, ended.reason, ended.deaths) == ("quarantined", "why", [10.0, 20.0, 30.0, 40.0])
-    assert (child.deaths, child.reason, child.first, child.state) == (ended.deaths, "why", False, "starting")
+    assert (child.deaths, child.reason, child.is_first, child.state) == (ended.deaths, "why", False, "starting")
 
 
 def test_given_an_end_that_somebody_wanted_then_the_next_life_begins_at_once_and_nothing_is_counted() -> None:
