@@ -35,23 +35,23 @@ class Command(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class CommandRequest(Generic[C_co]):
-    """A command as its handler gets it. A request that is sent again has the same id."""
+    """A command with the id of its request, as a handler gets it. A request that is sent again has the same id."""
 
     id: str
     command: C_co
 
 
 def encode(command: Command[Any]) -> dict[str, Any]:
-    """Return a command's fields as plain values. Raises DataError for a wrong field."""
+    """Return a command's fields as plain values for a message. Raises DataError for a wrong field."""
     return dict(_plain(read_fields(type(command), command.name, _fields(command))))
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None), Parcel, dict})
-"""Types of the values that travel unchanged."""
+"""Types of values that are sent as they are."""
 
 
 def _plain(value: Any) -> Any:
-    """Return a list or a dataclass as plain JSON; parcels stay as they are."""
+    """Return a list or the fields of a dataclass as plain JSON. Parcels in it stay as they are."""
     if isinstance(value, list):
         return [item if type(item) in _PLAIN else _plain(item) for item in value]
     return {name: item if type(item) in _PLAIN else _plain(item) for name, item in _fields(value).items()}

@@ -1,8 +1,7 @@
 """Types of the fields of commands. Pydantic checks them in the sender and in the receiver.
 
-`read_fields` checks a whole request before anything else reads it, so every checked value can be recorded. Names become
-parts of streams and columns of tables, so they are short and printable. Every database can hold the texts, and numbers
-fit into their columns.
+`read_fields` checks a whole request before anything else reads it, so every database can store each value. Names are
+short and printable, because they become names of streams and values in columns.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = [
 FIELDS = ConfigDict(extra="forbid", revalidate_instances="always")
 """Value of `__pydantic_config__` for dataclasses: unknown fields are refused, and each field is checked."""
 TASKSET_LENGTH = 400
-"""Maximum characters of a taskset's name, which names a stream and is in no column."""
+"""Maximum characters of a taskset's name, which is part of a stream's name and in no column."""
 TEXT_LENGTH = 16_384
 """Maximum characters of a text: a reason, a path, an error."""
 WHOLE = 2**31
@@ -95,7 +94,7 @@ def _batch_id(value: Any) -> Any:
 
 
 def _parcel(value: Any) -> Parcel:
-    """Return a parcel that has either bytes or a digest. Raises ValueError."""
+    """Return the parcel if it has either bytes or a digest. Raises ValueError otherwise."""
     is_valid = False
     if isinstance(value, Parcel) and value.digest is None:
         is_valid = isinstance(value.inline, bytes)
@@ -107,7 +106,7 @@ def _parcel(value: Any) -> Parcel:
 
 
 def _record(cls: type[Any], **types: Any) -> Any:
-    """Return the pydantic schema of a dataclass whose fields have these types. It takes an object or a mapping."""
+    """Return the pydantic schema of a dataclass, with `types` of its fields. It accepts an object or a mapping."""
     defaults = {f.name: ... if f.default is MISSING else f.default for f in fields(cls)}
     definitions: dict[str, Any] = {name: (type_, defaults[name]) for name, type_ in types.items()}
     model = create_model(cls.__name__, __config__=FIELDS, **definitions)
@@ -152,7 +151,7 @@ Port = Annotated[StrictInt, Field(ge=0, lt=65_536)]
 Number = Annotated[float, BeforeValidator(_number)]
 """A finite number."""
 Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_number)]
-"""A number of seconds, at most 1e9."""
+"""A number of seconds, from -1e9 to 1e9."""
 Flag = Annotated[bool, Field(strict=True)]
 """True or false."""
 Finalized = Literal["train", "eval"]
@@ -179,7 +178,7 @@ _type_adapter = cache(TypeAdapter[Any])
 
 
 def read_fields(cls: type[Any], name: str, value: Any) -> Any:
-    """Return an object of a dataclass whose fields have the types above, made from plain data.
+    """Check plain data and return it as an object of the dataclass `cls`, whose fields have types of this module.
 
     Raises DataError, which begins with `name`.
     """
@@ -197,7 +196,7 @@ def is_request_id(value: Any) -> bool:
 
 
 def check_tasks(tasks: Any) -> list[dict[str, Any]]:
-    """Return `tasks`, the content of a command's parcel, if they are valid. Raises DataError, which names the task."""
+    """Return the tasks of a command's parcel if all are valid. Raises DataError, which names the invalid one."""
     if not isinstance(tasks, list):
         raise DataError(f"tasks must be a list, not {shown(tasks)}")
     for number, task in enumerate(tasks):

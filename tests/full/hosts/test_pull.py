@@ -168,7 +168,7 @@ def test_another_life_goes_on_with_what_an_earlier_one_pulled(head: Head, tmp_pa
 
         gone = cut_at(between, 12 * MIB, head_is_away)
         host.puller._dialer.timeout = 0.3
-        with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*what came so far is kept"):
+        with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*that arrived are kept"):
             host.pull()
         gone.join()
         between.to(head.port)
