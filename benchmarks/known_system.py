@@ -1,8 +1,9 @@
 """The known system, if it is installed: a process that runs one batch for each request.
 
 The environment variable `KNOWN_SYSTEM` names a folder with the known system in `venv` and its driver,
-`bench_trinity.py`. The driver's lean pipeline puts experiences into a queue in memory and stores nothing. After each
-batch, outside of the measured time, they are taken out of the queue and counted.
+`bench_trinity.py`. The driver's lean pipeline puts experiences into a queue in memory and stores nothing. Its default
+pipeline computes GRPO's advantages and keeps a copy in SQLite and in a file. After each batch, outside of the measured
+time, the experiences are taken out of the queue and counted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 
 CHILD = """
 import shutil, sys
-places = sys.argv[1]
-sys.argv = ["bench_trinity.py", "--runners", places, "--pipeline", "lean", "--mode", "latency"]
+places, pipeline = sys.argv[1:]
+sys.argv = ["bench_trinity.py", "--runners", places, "--pipeline", pipeline, "--mode", "latency"]
 import bench_trinity as known
 system = known.Peer()
 print("said:ready", flush=True)
@@ -35,10 +36,11 @@ finally:
 
 
 class KnownSystem:
-    def __init__(self, folder: Path, places: int) -> None:
+    def __init__(self, folder: Path, places: int, pipeline: str) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
         self.process = subprocess.Popen(
-            [str(folder / "venv/bin/python"), "-c", CHILD, str(places)], cwd=folder, text=True, env=environment,
+            [str(folder / "venv/bin/python"), "-c", CHILD, str(places), pipeline],
+            cwd=folder, text=True, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # as our system is one
         )
         if self._answer() != "ready":
@@ -65,12 +67,15 @@ class KnownSystem:
 
 
 @contextmanager
-def known_system(places: int) -> Iterator[KnownSystem | None]:
-    """Give the known system with `places` runners during the block; None if it is not installed."""
+def known_system(places: int, pipeline: str = "lean") -> Iterator[KnownSystem | None]:
+    """Give the known system with `places` runners during the block; None if it is not installed.
+
+    `pipeline`: "lean" or "default".
+    """
     if not (name := os.environ.get("KNOWN_SYSTEM")):
         yield None
         return
-    system = KnownSystem(Path(name).absolute(), places)
+    system = KnownSystem(Path(name).absolute(), places, pipeline)
     try:
         yield system
     finally:

@@ -31,7 +31,7 @@ from trinity_es.testing import SleepWorkflow
 TASKS, QUICK, REPEATS = 100_000, 2_000, 5
 PLACES, RUNNERS = 64, 8
 """Places of the batch's runner; runners of the idle system."""
-FINALIZE_AIM, MEMORY_AIM = 25.0, 300.0
+FINALIZE_AIM, MEMORY_AIM = 25.0, 400.0
 """Seconds of finalize, and MB of the coordinator."""
 IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
 """Duration of the measurement, aim in GB, aim in percent of a core."""
