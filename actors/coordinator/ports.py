@@ -28,7 +28,7 @@ class TimerHost(MessageSender, Protocol):
 
 
 class Responder(Protocol):
-    """Router's side that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
+    """Part of the router that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
 
     def reply(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
