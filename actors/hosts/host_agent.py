@@ -35,7 +35,7 @@ FIND_SECONDS = 2.0
 LEFT_SECONDS = 1.0
 """Time limit for the last messages to the head."""
 MAX_CLIENTS = 10_000
-"""Maximum number of open requests of this host's clients. Beyond it the oldest gets no answer, so it is repeated."""
+"""Maximum number of open requests of this host's clients. The oldest beyond it gets no answer, and is repeated."""
 
 
 class HostAgent(BaseActor):

@@ -1,8 +1,8 @@
-"""Detection of stalls: open batches without a new event for too long, recorded with what they wait for.
+"""Detection of stalls: open batches that had no new event for too long. An event records what such a batch waits for.
 
 `check` runs every few seconds and reads memory only. A new version of a batch's stream shows progress, so times are
 late by one check at most. A stall is recorded once, and again when its cause changes. A batch that waits only for its
-trainer is no stall.
+trainer is not stalled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _Watched:
     version: int = 0
     """Version of its stream."""
     moved_at: float = 0.0
-    """When it last made progress, unix seconds."""
+    """Time of its last progress, in unix seconds."""
     flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
-    """When a unit was first seen with a runner, by unit, attempt, runner and incarnation."""
+    """(unit, attempt, runner, incarnation) -> unix seconds at which this was first seen."""
     cause: tuple[object, ...] | None = None
-    """Recorded cause since the batch's last progress."""
+    """Cause of the stall that was last recorded since the batch's last progress."""
 
 
 class Stalls:
@@ -73,7 +73,7 @@ class Stalls:
             watched.cause, watched.version = cause, batch.version  # this event is no progress
 
     def _note_changes(self, batch: BatchState, now: float) -> None:
-        """Note whether the batch has new events since the last check, and which units it has with runners."""
+        """If the batch has new events since the last check, note its progress and its units in flight."""
         watched = self._watched.get(batch.batch_id)
         if watched is None or watched.submission != batch.submission:
             watched = self._watched[batch.batch_id] = _Watched(batch.submission)
@@ -84,7 +84,7 @@ class Stalls:
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
 
     def _snapshot(self) -> SystemSnapshot:
-        """Return the state of the system from which `why` explains what a batch waits for."""
+        """Return the state of the system, the input of `why`."""
         fleet = self.registry.runners.values()
         unit_seconds = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         batches = {

@@ -1,4 +1,4 @@
-"""Release of leases in separate processes (`release_main.py`), one for the due leases of a provider."""
+"""Release of leases in separate processes (`release_main.py`). One process releases the due leases of a provider."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LeaseReleases:
         self._post = post
 
     def start(self, leases: Sequence[OpenLease], done: Done) -> None:
-        """Release leases of one provider, then call `done` in the actor's loop with the result of `released`."""
+        """Release leases of one provider in a process, then call `done` in the actor's loop: see `released`."""
 
         def work() -> None:
             try:
@@ -87,7 +87,7 @@ def released(
 
 
 def _wait_and_clean_up(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait for the process, and kill what is left of its session; return the error of leases it did not report."""
+    """Wait for the process, then kill the rest of its session. Return the error for leases that it did not report."""
     try:
         process.wait(seconds)
         trouble = f"the process that was to release it ended with status {process.returncode}"

@@ -1,6 +1,6 @@
 """List of external servers from a file or a command, read every `poll_interval` in its own thread.
 
-A list with an invalid line changes nothing. The text log says so once, and `trouble` as long as it lasts.
+A list with an invalid line changes nothing. The problem is logged once, and stays in `trouble` until it is mended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIST_BYTES = 2**20
 
 
 def read_lines(text: str) -> tuple[list[str], list[str]]:
-    """Return the URLs of a list, and the problems of its other lines. `#` begins a comment."""
+    """Return the URLs in a list, and a problem for each invalid line. `#` begins a comment."""
     urls: dict[str, None] = {}
     problems = []
     for line in text.splitlines():
@@ -45,7 +45,7 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reader of the list; it calls `on_list` in its thread with each list that has only valid lines."""
+    """Reader of the list. After each reading without problems it calls `on_list` in its thread."""
 
     def __init__(self, settings: ServersConfig, on_list: Callable[[list[str]], None]) -> None:
         self._settings, self._on_list = settings, on_list
@@ -63,7 +63,7 @@ class ServerList:
             time.sleep(self._settings.poll_interval)
 
     def read(self) -> None:
-        """Read the list once, and pass it on or note its problems."""
+        """Read the list once, and pass it to `on_list` or put its problems into `trouble`."""
         try:
             urls, problems = read_lines(self._text())
         except (OSError, ValueError) as e:
@@ -122,7 +122,7 @@ class ServerList:
 
 
 def _decoded(data: bytes) -> str:
-    """Return a list's bytes as text. Raises ValueError if there are too many, or if they are not UTF-8."""
+    """Return a list's bytes as text. Raises ValueError for more than LIST_BYTES, or if they are not UTF-8."""
     if len(data) > LIST_BYTES:
         raise ValueError(f"the list has more than {LIST_BYTES:,} bytes: write one URL on each line")
     return data.decode()

@@ -1,8 +1,8 @@
-"""Loading of published weights into the runners: the coordinator's side.
+"""Coordinator's side of loading published weights into the runners.
 
 Every serving runner loads a version when it is published; a runner that starts later loads it before its first unit. In
-mode `serve` they load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. Weights that a
-trainer sends directly to the engines go through `weight_group.py`.
+mode `serve` they load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. If a trainer
+sends weights directly to the engines, `weight_group.py` has the group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trinity_es.projections.runner import RunnerState, Weights
 __all__ = ["WeightLoading"]
 
 LOADING_LOST_SECONDS = 10.0
-"""Time in which a runner reports that it loads a version; then the order is sent again."""
+"""Time after which an order to load is sent again if the runner does not report that it is loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Rolling:
     keep: int
     """Minimum number of engines that go on serving."""
     take_out: Callable[[Callable[[], None]], None]
-    """Takes an engine out of rotation, then calls its argument, which sends the order to load."""
+    """Function that takes an engine out of rotation, then calls its argument, which sends the order to load."""
     living_runners: Iterable[str]
     """Runners that had a process when this coordinator started."""
 
@@ -44,7 +44,7 @@ class WeightLoading:
         """Without `rolling`, all engines load at once."""
         self.registry, self.live = registry, registry.live
         self.waiters: dict[Awaited, int] = {}
-        """Waits for all runners to load a version, with the version."""
+        """Wait for all runners to load a version -> the version."""
         self.group = WeightGroup(registry)
         self._rolling = rolling
         self._unreported = set[str]() if rolling is None else set(rolling.living_runners)
@@ -52,13 +52,13 @@ class WeightLoading:
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Note the version that a new life of a runner is loading, so that a rolling update counts it."""
+        """Note the version that a runner's new process is loading, so that a rolling update counts it."""
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
     def lacks(self, message: RunnerStatus) -> str:
-        """Return why a failed life with a ready engine stays failed: it never served and could not load the current
-        weights. Empty if it does not stay failed.
+        """Return why a failed runner with a ready engine stays failed: it never served and could not load the current
+        weights. Returns "" if it does not stay failed.
         """
         life = self.live.lives.get((message.name, message.incarnation))
         if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
@@ -67,7 +67,7 @@ class WeightLoading:
         return life.reason if has_old_weights else ""
 
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner load the current weights if its status lacks them; make up for lost orders and answers."""
+        """Have a runner load the current weights if its status lacks them, also after a lost order or answer."""
         self._unreported.discard(runner.name)
         if runner.life.model != "rollout":
             return
@@ -89,7 +89,7 @@ class WeightLoading:
         self.continue_rolling()
 
     def on_death(self, name: str, reason: str) -> None:
-        """Stop waiting for a runner whose life ended."""
+        """Stop waiting for a runner whose process ended."""
         self._unreported.discard(name)
         for awaited in self.waiters:
             awaited.done(name)
@@ -97,7 +97,7 @@ class WeightLoading:
         self.continue_rolling()
 
     def forget(self) -> None:
-        """Forget all runners until each reports its status again."""
+        """Drop all state of runners, until each reports its status again."""
         self._unreported |= {r.name for r in self.registry.runners.values() if not r.state.gone}
         self.group = WeightGroup(self.registry)
 
@@ -105,17 +105,17 @@ class WeightLoading:
     def publish(
         self, version: int, path: str, method: str = "checkpoint", *, again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Publish weights and have every runner load them. Raises SyncError.
+        """Publish weights and order every runner to load them. Raises SyncError.
 
-        Return a pair: the wait for all runners, and True if the trainer sends the weights to the engines (else runners
-        load them from `path`)."""
+        Returns the wait until all have loaded them, and True if the trainer sends the weights over its process group
+        (otherwise runners load them from `path`)."""
         serving_runners = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving_runners, again=again))
         from_group = method == "nccl" and self.group.is_whole()
         awaited = Awaited(
             f"version {version} was not loaded everywhere ({{what}}). It is now the current one, but these engines "
-            "keep their weights: sync it again, or a newer one",
+            "keep their weights: sync this version again, or a newer one",
             set(),
         )
         self.waiters[awaited] = version
@@ -129,7 +129,7 @@ class WeightLoading:
         return awaited, from_group
 
     def continue_rolling(self) -> None:
-        """Continue a rolling update, if there is one: have engines load that are not needed for requests now."""
+        """In a rolling update, have further engines load if enough others go on serving. Otherwise do nothing."""
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
@@ -149,7 +149,7 @@ class WeightLoading:
 
     def load(self, runner: RunnerRecord, *, from_group: bool = False) -> None:
         """Order a runner to load the current version, unless it is loading it already. `from_group` means that the
-        trainer sends the weights."""
+        trainer sends the weights over its process group."""
         current = self.live.weights
         if runner.loading == current.version:
             return

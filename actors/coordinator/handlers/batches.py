@@ -1,4 +1,4 @@
-"""Handlers of a trainer's commands about batches; a client that waits for a batch is answered however it ends."""
+"""Handlers of a trainer's commands about batches. However a batch ends, the clients that wait for it get an answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from trinity_es.projections.event_texts import missing_text
 __all__ = ["BatchHandlers"]
 
 PIPELINE_SECONDS = 0.01
-"""Time for which the log's writer waits for a pipeline, so that its result and the last outcome are one append."""
+"""How long the log's writer waits for a pipeline, so that its result and the last outcome go into one append."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Waiter:
 
     request: CommandRequest[FinalizeBatch]
     grace_over: bool = False
-    """Whether `wait_after_min` has passed since the batch had enough tasks."""
+    """True if `wait_after_min` has passed since the batch had enough tasks."""
 
 
 class BatchHandlers:
@@ -72,7 +72,7 @@ class BatchHandlers:
         self.dynamic_timeout, self.journals = dynamic_timeout, journals
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
-        """Number of batches by recovery decision, for those that were open when this coordinator started."""
+        """Recovery decision -> number of batches; all were open when this coordinator started."""
 
     def handlers(self) -> list[Handled]:
         return [
@@ -85,7 +85,7 @@ class BatchHandlers:
         ]
 
     def recover(self, alive: Mapping[str, int]) -> None:
-        """Decide on every open batch at a start; `alive` has the incarnations of living runners."""
+        """Decide on every open batch when a coordinator starts. `alive` has the incarnations of living runners."""
         staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
@@ -97,7 +97,7 @@ class BatchHandlers:
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit(self, request: CommandRequest[SubmitBatch]) -> None:
-        """Record a batch with its tasks, the position in their tasksets, and the earlier tasks that it continues."""
+        """Begin a batch. Record its tasks, the positions in their tasksets, and the cut tasks that it continues."""
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
         tasks, parcels = submitted_tasks(self.live, parcel)
@@ -125,7 +125,7 @@ class BatchHandlers:
         self.router.reply(request)
 
     def add(self, request: CommandRequest[AddTasks]) -> None:
-        """Add tasks to an open train batch; answer with the number of the first one."""
+        """Add tasks to an open train batch, and answer with the number of the first new task."""
         command, batch_id = request.command, request.command.batch_id
         advice = "submit the tasks in a batch of their own"
         batch = batches.require_batch(self.live.find(batch_id), batch_id, "train", advice)
@@ -179,14 +179,15 @@ class BatchHandlers:
         done, expected = batch.completed_task_count, batch.expected_task_count
         self.router.reply(request, error=FinalizeTimeout(
             f"batch {batch_id!r}: {done} of {expected} tasks done after {request.command.timeout} s; nothing is lost, "
-            "finalize it again to go on waiting",
+            "so finalize the batch again to go on waiting",
             done=done, expected=expected,
         ))
 
     def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
-        """Begin to finalize the batches that have enough settled tasks and a waiting client.
+        """Begin to finalize those of these batches that have enough settled tasks and a waiting client.
 
-        `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
+        `kept` are the events of the tokens that the open tasks of a single batch have. If tasks are cut and it is None,
+        their journals are read first.
         """
         may_cut = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:
@@ -215,13 +216,13 @@ class BatchHandlers:
                 self._on_ended(batch_id)
 
     def must_end(self, batch: BatchState) -> bool:
-        """Return True if the batch has to wait for a task that was cut as often as is good for it."""
+        """Return True if the batch has to wait for an open task that may not be cut once more."""
         sync, max_staleness = self.config.synchronizer, self.config.explorer.max_staleness
         max_cuts = None if max_staleness is None else max_staleness // sync.steps_ahead
         return sync.in_flight == "cut" and cut_tasks.must_end(batch, max_cuts)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
-        """Start a timer that finalizes a batch with enough tasks after `seconds`, unless its timer runs already."""
+        """Start a timer that finalizes a batch after `seconds`, unless the batch has one."""
 
         def end_grace() -> None:
             for waiter in self.waiters.get(batch_id, []):
@@ -233,10 +234,10 @@ class BatchHandlers:
             self.actor.after(seconds, name, end_grace)
 
     def start_pipeline(self, batch: BatchState) -> None:
-        """Run the experiences of settled tasks through the pipeline, while the turn is written.
+        """Run the pipeline on the experiences of settled tasks, while the turn is written.
 
-        With `return_partial_tasks`, those of finished runs of dropped tasks too. If the turn can't be written, the
-        pipeline has run for nothing, since `_on_pipeline_done` ignores its result.
+        With `return_partial_tasks` it also gets the finished runs of dropped tasks. If the turn can't be written,
+        `_on_pipeline_done` ignores the result.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
@@ -246,7 +247,7 @@ class BatchHandlers:
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
 
     def _staleness_limit(self) -> StalenessLimit | None:
-        """Return the limit of `explorer.max_staleness` as of now; None if there is none."""
+        """Return the limit of `explorer.max_staleness` relative to the current versions; None if it is not set."""
         maximum = self.config.explorer.max_staleness
         if maximum is None:
             return None
@@ -254,7 +255,7 @@ class BatchHandlers:
         return StalenessLimit(maximum, self.live.weights.version, adapters)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
-        """Run a pipeline; if coordinators ended while they ran this one (`key`), pass on an error instead."""
+        """Run a pipeline, or pass an error to `job.done` if coordinators ended while they ran the one with this key."""
 
         def done(result: PipelineDone | BaseException) -> None:
             self.in_hand.end_pipeline(key)
@@ -268,7 +269,7 @@ class BatchHandlers:
             self.pipeline.run(replace(job, done=done))
 
     def _on_pipeline_done(self, batch: BatchState, result: PipelineDone | BaseException) -> None:
-        """Record the pipeline's result, or why the batch stays open, and answer the waiting clients."""
+        """Record the pipeline's result and end the batch, or record why it stays open. Answer the waiting clients."""
         batch_id = batch.batch_id
         if self.live.batches.get(batch_id) is not batch or batch.state is not BatchLifecycleState.FINALIZING:
             return  # it was aborted meanwhile, or read again from the log since its turn could not be written
@@ -296,21 +297,21 @@ class BatchHandlers:
         self._on_ended(batch_id)
 
     def _on_ended(self, batch_id: BatchId) -> None:
-        """Answer the clients that wait for a batch that has just ended, and do what follows from its end."""
+        """Answer the clients that wait for a batch that has just ended, record its attempt times, wake the outputs."""
         batch = self.live.ended_batches[batch_id]
         self._answer_waiters(batch_id, batch.final_result, None)
         self.dynamic_timeout.record_attempt_times(batch)
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
-        """Answer all clients that wait for a batch, with the value or the error, and end its timers."""
+        """Answer all clients that wait for a batch with the value or the error, and cancel their timers."""
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
             self.actor.cancel(f"finalize:{waiter.request.id}")
             self.router.reply(waiter.request, value, error)
 
     def abort(self, request: CommandRequest[AbortBatch]) -> None:
-        """Abort an open batch and stop its runs; clients that wait for it get its result so far."""
+        """Abort an open batch and stop its runs. Clients that wait for it get its result so far."""
         command, batch_id = request.command, request.command.batch_id
         batch = self.live.batches.get(batch_id)
         events = batches.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
@@ -321,7 +322,7 @@ class BatchHandlers:
         self.router.reply(request)
 
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
-        """Have ended tasks of an open batch run again."""
+        """Run ended tasks of an open batch again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
             self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
@@ -331,7 +332,7 @@ class BatchHandlers:
         self.router.reply(request)
 
     def process_experiences(self, request: CommandRequest[ProcessExperiences]) -> None:
-        """Run experiences through the pipeline, unless this request did so before."""
+        """Run experiences through the pipeline, unless an earlier coordinator did so for this request."""
         metrics = self.live.fetch("processed", lambda: processed_before(self.live.log, request.id))
         if metrics is not None:
             self.router.reply(request, metrics)
@@ -357,7 +358,7 @@ class BatchHandlers:
 
 
 def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
-    """Return the error for a client that asked for more groups than the pipeline left."""
+    """Return the error for a client that requires more groups than the pipeline left."""
     return TooFewGroups(
         f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "
         "groups",
@@ -366,7 +367,7 @@ def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
 
 
 def _with_redo_command(error: TrinityError, batch: BatchState) -> TrinityError:
-    """Return the error of a lost payload with the `redo` command for the tasks that have it."""
+    """Return the error about a lost payload, extended by the `redo` command for the tasks whose results are in it."""
     digest = error.details.get("digest")
     numbers = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
     if not numbers:

@@ -1,7 +1,7 @@
-"""The router of client commands: it handles each request once, by its command's handler, and answers it once.
+"""Router of client commands: it passes each request to its command's handler once, and keeps the answer.
 
-A request that comes again, with the same id, gets the same answer or goes on waiting under its new address. The router
-sends an answer only once all that the answer depends on is durable.
+A repeated request, with the same id, gets the same answer, or goes on waiting under its new address. An answer is sent
+only when everything that it depends on is durable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trinity_es.events.store.checks.log_end import Mark
 __all__ = ["CommandRouter", "Handled", "handled"]
 
 REMEMBERED_ANSWERS = 4096
-"""Maximum number of requests whose answers are kept for clients that ask again."""
+"""Maximum number of answers that are kept for repeated requests."""
 STATUS_LIMIT = 8 * LIMIT
 """Maximum bytes of JSON of a status, which must fit into a message even while no payload can be stored."""
 
@@ -46,30 +46,30 @@ class Handled(NamedTuple):
 def handled(
     command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
 ) -> Handled:
-    """Return a row of the router's table, in which the type checker matches handler and command. `again` is called with
-    the id of a waiting request when its client asks again."""
+    """Return a row of the router's table, whose types mypy checks. `again` is called with the id of a waiting request
+    when its client repeats it."""
     return Handled(command, handler, again)
 
 
 class CommandRouter:
-    """Table of handlers, and memory of answers."""
+    """Table of handlers, with the answers that were given and the clients that wait."""
 
     def __init__(
         self, live: LiveState, actor: MessageSender, log_end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that ended
+        """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that crash
         coordinators."""
         self._live, self._actor, self._log_end, self._in_hand = live, actor, log_end, in_hand
         self._handlers: dict[type[Command[Any]], Handled] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
-        """Answer of each request that came, by id, the oldest first; None while it has none."""
+        """Request id -> answer, the oldest first; None while the request has no answer."""
         self._senders: dict[str, Any] = {}
-        """Address of each client that waits for an answer, by the request's id."""
+        """Request id -> address of the client that waits for the answer."""
         self._undone: dict[str, CommandRequest[Any]] = {}
-        """Requests to handle again, since their turns were undone because of another one."""
+        """Requests to handle again, since their turns were undone because another turn could not be written."""
 
     def connect(self, handlers: Iterable[Handled]) -> None:
-        """Take the handlers of all commands. Raises TypeError if a command has none, or two."""
+        """Add the handlers of all commands to the table. Raises TypeError if a command has none, or two."""
         for row in handlers:
             if other := self._handlers.get(row.command):
                 raise TypeError(f"{row.command.__name__} has two handlers: {other.handler} and {row.handler}")
@@ -80,7 +80,7 @@ class CommandRouter:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Handle a new request; a repeated one gets its answer or goes on waiting."""
+        """Handle a new request. A repeated request gets its answer or goes on waiting."""
         if self.answer_if_repeated(request, sender):
             if self._answers[request.id] is None:
                 self._handlers[type(request.command)].again(request.id)
@@ -95,7 +95,7 @@ class CommandRouter:
         self._handle(request, Fetch())
 
     def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool:
-        """Answer a request that came before, or answer it at `sender` once it ends. Return False if it is new."""
+        """Return True if the request came before. Then `sender` gets the answer, now or when there is one."""
         if request.id not in self._answers:
             return False
         self._senders[request.id] = sender
@@ -105,7 +105,7 @@ class CommandRouter:
         return True
 
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
-        """Handle a request; if the handler has to read first, handle it again from its start after the read."""
+        """Call the handler of a request. If it needs data from the log, read that in a thread and call it once more."""
         self._live.turn.failure_calls.append(lambda error: self.lost(request, error))
         name, handler = request.command.name, self._handlers[type(request.command)].handler
         write_count = len(self._live.turn.writes)
@@ -138,7 +138,7 @@ class CommandRouter:
             self._live.fetch = read_now
 
     def lost(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Answer that the request's turn could not be written; if another turn caused that, keep it to do it again."""
+        """Answer with the error by which the request's turn was lost. If another turn caused it, handle it later."""
         if isinstance(error, Undone):
             self._undone[request.id] = request
         else:
@@ -162,7 +162,7 @@ class CommandRouter:
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None:
-        """Answer now; a value too large for a message is stored as a payload first."""
+        """Answer now. A value too large for a message is first stored as a payload."""
         failure = None if error is None else error_to_dict(error)
         try:
             data = orjson.dumps(value)
@@ -182,7 +182,7 @@ class CommandRouter:
         self._live.run_in_thread(lambda: self._live.payloads.put(data), on_stored)
 
     def _answer_with(self, reply: Reply) -> None:
-        """Remember a reply, and send it to the client if it waits."""
+        """Keep a reply for repeated requests, and send it to the client if it waits."""
         self._answers[reply.id] = reply
         self._deliver(reply)
 

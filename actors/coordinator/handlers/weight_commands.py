@@ -1,4 +1,4 @@
-"""Handlers of commands about weights and LoRA adapters, which wait until every runner has a version or a group."""
+"""Handlers of commands about weights and LoRA adapters. Most wait until every runner has carried out an order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoadHandlers:
     def __init__(self, weights: WeightLoading, adapters: AdapterLoading, router: Responder, actor: TimerHost) -> None:
         self.weights, self.adapters, self.router, self.actor = weights, adapters, router, actor
         self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
-        """Requests with the loads that they await and a function that makes the answer, by id."""
+        """Request id -> request, the wait for its runners, and a function that returns the answer."""
 
     def handlers(self) -> list[Handled]:
         return [
@@ -77,11 +77,11 @@ class LoadHandlers:
         self.router.reply(request)
 
     def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
-        """Answer whether the trainer's group is whole, so that it can send weights."""
+        """Answer whether the trainer can send weights over its process group."""
         self.router.answer(request, self.weights.group.is_whole())
 
     def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:
-        """Invite every runner into the trainer's group, and answer when all have joined."""
+        """Invite every runner to the trainer's process group, and answer when all have joined."""
         awaited = self.weights.group.join(request.id, request.command)
         joined = JoinedRunners(runners=sorted(awaited.waiting_on))
         for other in [r for r, _, _ in self._waiting.values() if isinstance(r.command, JoinWeightGroup)]:
@@ -99,13 +99,13 @@ class LoadHandlers:
         self.actor.after(timeout, f"loads:{request.id}", lambda: self._end(request.id, f"no answer in {timeout} s"))
 
     def check(self) -> None:
-        """Answer, at the end of a turn, the requests whose runners are all done."""
+        """At the end of a turn, answer the requests whose runners have all carried out their orders."""
         for request_id, (_, awaited, _) in list(self._waiting.items()):
             if not awaited.waiting_on:
                 self._end(request_id)
 
     def _end(self, request_id: str, timed_out: str = "") -> None:
-        """Answer a request and end its wait; `timed_out` is the error for each runner that has not answered."""
+        """End a wait, and answer its request. `timed_out` is the error for each runner that has not answered."""
         request, awaited, answer = self._waiting.pop(request_id)
         self.actor.cancel(f"loads:{request_id}")
         for waiters in (self.weights.waiters, self.adapters.waiters):

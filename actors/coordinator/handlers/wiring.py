@@ -1,4 +1,4 @@
-"""Assembly of a coordinator's parts: its runners, and the handlers of all commands."""
+"""Construction of a coordinator's parts: the fleet of runners, and the handlers of all commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["Handlers"]
 
 
 class Handlers:
-    """Runners (`fleet`), and the router with the handlers of every command."""
+    """The fleet of runners, and the router with the handlers of all commands."""
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
@@ -51,9 +51,9 @@ class Handlers:
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`log_end` returns the mark of the last acknowledged event. `alive` are runners with a process. `trouble`
-        returns why the log can't be written now, and `refuses` True if writing requests fail meanwhile instead of
-        waiting. `hosts` returns the hosts that joined, or None if this head takes none.
+        """`log_end` returns the mark of the last acknowledged event. `alive` are the runners that have a process.
+        `trouble` returns why the log can't be written now, or None. `refuses` returns True if requests that write fail
+        now instead of waiting. `hosts` returns the hosts that joined, or None if hosts can't join this run.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -98,7 +98,7 @@ class Handlers:
         router.connect([handled(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
 
     def check(self) -> None:
-        """Answer, at the end of a turn, the requests that it completes."""
+        """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
         self.batches.check_finalize([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
         has_ended_one = not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches)
@@ -110,7 +110,7 @@ class Handlers:
         self.journals.read_lost(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
-        """Answer at once from memory, since users need `status` most while the log can't be written."""
+        """Answer `status` at once and from memory, also while the log can't be written."""
         batches = [
             {
                 "batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state.value,
