@@ -377,8 +377,7 @@ class Coordinator(BaseActor):
         return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
 
     def admit(self, message: Any, sender_name: str, act: Callable[[], None]) -> None:
-        """Check that the log holds the last event that a message's sender has seen; then call `act` if still running.
-        """
+        """Check that the log holds the last event that the sender has seen; then call `act` if still running."""
         self.mark_checks.admit(message.known, sender_name, lambda: act() if self.running else None)
 
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:

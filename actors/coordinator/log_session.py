@@ -219,8 +219,7 @@ class LogSession:
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def start_writer(self) -> None:
-        """Start a writer, then handle messages. After a failure that waits until the event WritingResumed is durable.
-        """
+        """Start a writer, then handle messages. After a failure, first wait until WritingResumed is durable."""
         self.writer = LogWriter(
             self.events, self.lease, self._host.post, self.write_failed,
             {"epoch": self.lease.epoch, "host": self._owner["host"]}, self._commit_numbers,
