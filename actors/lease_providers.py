@@ -35,10 +35,8 @@ def build_provider(path: str, args: Mapping[str, Any]) -> Any:
 
 
 def recordable_json(what: str, value: Any) -> Any:
-    """Return a value as plain JSON for the log. `what` names it in errors.
-
-    Raises ValueError if JSON can't hold it, it takes more than `MOST_BYTES`, or a text in it looks like a secret.
-    """
+    """Return a value as plain JSON for the log. `what` names it in errors. Raises ValueError if JSON can't hold it, it
+    takes more than `MOST_BYTES`, or a text in it looks like a secret."""
     secrets = _secrets_in(value)
     try:
         data = plain(value)

@@ -25,10 +25,8 @@ _T = TypeVar("_T")
 
 
 def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
-    """Split items into groups that each fit in a message. Without items, there is one empty group.
-
-    `size` returns the bytes of an item as JSON.
-    """
+    """Split items into groups that each fit in a message. Without items, there is one empty group. `size` returns the
+    bytes of an item as JSON."""
     groups: list[list[_T]] = [[]]
     group_size = 0
     for item in items:

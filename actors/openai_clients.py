@@ -25,10 +25,8 @@ class Endpoint:
 
 
 def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
-    """Return a blocking client that calls `check` before each request, in the thread that sends it.
-
-    Raises WorkflowError if openai can't be imported.
-    """
+    """Return a blocking client that calls `check` before each request, in the thread that sends it. Raises
+    WorkflowError if openai can't be imported."""
     package = _import_openai()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
     return _client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI

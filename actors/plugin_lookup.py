@@ -30,10 +30,8 @@ def look_in(*folders: str, first: bool = True) -> None:
 
 
 def load(path: str) -> Any:
-    """Import a module, or the attribute of it that "module:Class" names.
-
-    Raises whatever the import raises, and AttributeError if the module lacks the attribute.
-    """
+    """Import a module, or the attribute of it that "module:Class" names. Raises whatever the import raises, and
+    AttributeError if the module lacks the attribute."""
     module, _, attribute = path.partition(":")
     imported = importlib.import_module(MOVED.get(module, module))
     return attrgetter(attribute)(imported) if attribute else imported
@@ -41,9 +39,7 @@ def load(path: str) -> Any:
 
 def lacking(path: str) -> str:
     """Return a sentence that the module of "module:Class" has no such attribute, with a similar name if there is one.
-
-    Returns "" if the module has the attribute, or is not imported.
-    """
+    Returns "" if the module has the attribute, or is not imported."""
     name, _, attribute = path.partition(":")
     module: Any = sys.modules.get(MOVED.get(name, name))
     if module is None:

@@ -76,10 +76,8 @@ class RunActivity:
 
 
 def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
-    """Return a runner's state as the module docs describe it: `fields`, and keys about its runs.
-
-    `activity` is None if the runner did not answer.
-    """
+    """Return a runner's state as the module docs describe it: `fields`, and keys about its runs. `activity` is None if
+    the runner did not answer."""
     running = [] if activity is None else activity.running()
     last = None if activity is None else activity.last
     run: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}

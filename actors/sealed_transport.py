@@ -113,10 +113,8 @@ class _Untaken:
 
 
 class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is untyped
-    """Thespian's TCP transport, on one address and with sealed frames.
-
-    A child process gets the transport class of its parent, so all processes of a system use this one.
-    """
+    """Thespian's TCP transport, on one address and with sealed frames. A child process gets the transport class of its
+    parent, so all processes of a system use this one."""
 
     def __init__(self, init: Any, *args: Any, key: bytes | None = None) -> None:
         super(TCPTransport, self).__init__()  # TCPTransport's own __init__ binds to all interfaces

@@ -13,10 +13,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def checked_url(value: str) -> str:
-    """Return a server's URL in one spelling: in lower case, with its port, without a slash at its end.
-
-    Raises ValueError, which says what a URL must be and never contains a credential.
-    """
+    """Return a server's URL in one spelling: in lower case, with its port, without a slash at its end. Raises
+    ValueError, which says what a URL must be and never contains a credential."""
     if "@" in value:
         raise ValueError("contains credentials, which would be written to the log: give a key by servers.key_variable")
     shown = re.split(r"[\s?#]", value, maxsplit=1)[0]  # what follows may be a credential

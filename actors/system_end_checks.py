@@ -34,10 +34,8 @@ def owner_gone(owner: Mapping[str, Any] | None) -> str:
 
 
 def store_gone(url: str) -> str:
-    """Return in which way the store at this URL, a file or a database, was removed; "" if it may still exist.
-
-    A database that does not answer counts as one that still exists.
-    """
+    """Return in which way the store at this URL, a file or a database, was removed; "" if it may still exist. A
+    database that does not answer counts as one that still exists."""
     # Here, since it imports SQLAlchemy, which would take most of the keeper's memory.
     from trinity_es.events.store.database.database import Database
     from trinity_es.events.store.database.urls import parse_url

@@ -45,19 +45,15 @@ def key_place(path: str) -> str:
 
 
 def read_key(path: str | None = None) -> bytes:
-    """Return the system's key, from the environment or the file `path` (a system's own process passes no path).
-
-    Raises WrongKey if there is no key, or if another user could have read it.
-    """
+    """Return the system's key, from the environment or the file `path` (a system's own process passes no path). Raises
+    WrongKey if there is no key, or if another user could have read it."""
     path = os.environ.get(FILE_VARIABLE, "") if path is None else path
     return _parse_key(os.environ.get(KEY_VARIABLE) or _read_key_file(path, _NO_SYSTEM_KEY), key_place(path))
 
 
 def host_key(path: str) -> bytes:
     """Return the key that hosts share, from the file `path` (`hosts.key_file`). Without a path, it is the system's key.
-
-    Raises WrongKey.
-    """
+    Raises WrongKey."""
     return _parse_key(_read_key_file(path, _NO_HOST_KEY), f"the file {path}") if path else read_key()
 
 

@@ -36,11 +36,8 @@ def error_path(error: ErrorDetails) -> Path_:
 
 
 def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
-    """Return one of pydantic's errors as a sentence.
-
-    `whole` names the value if the error is not about a key in it. `shown` is the value as the config file has it, and
-    `as_text` the same value in quotes.
-    """
+    """Return one of pydantic's errors as a sentence. `whole` names the value if the error is not about a key in it.
+    `shown` is the value as the config file has it, and `as_text` the same value in quotes."""
     path = error_path(error)
     key = dotted(path) or whole
     kind, value = error["type"], error["input"]

@@ -21,10 +21,8 @@ class RecordAnswers(Command[int], name="record_answers", writes=True):
 
 
 class RewardAnswers(Command[int], name="reward_answers", writes=True):
-    """Give a reward to all of these answers, or to none, and return their number.
-
-    Raises AnswerNotFound, or AnswerDelivered if an answer went to the pipeline with another reward.
-    """
+    """Give a reward to all of these answers, or to none, and return their number. Raises AnswerNotFound, or
+    AnswerDelivered if an answer went to the pipeline with another reward."""
 
     messages: list[Name]
     """Ids of the answers, as clients got them."""

@@ -56,10 +56,8 @@ class DrainingHost(TypedDict):
 
 
 class DrainHost(Command[DrainingHost], name="drain_host", writes=True):
-    """Make a host leave: its runners get no more units, finish those that they have, and its system ends.
-
-    The answer comes when the order is recorded. Raises HostNotFound.
-    """
+    """Make a host leave: its runners get no more units, finish those that they have, and its system ends. The answer
+    comes when the order is recorded. Raises HostNotFound."""
 
     host: Text
     reason: Text

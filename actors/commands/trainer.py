@@ -90,10 +90,8 @@ class TakenExperiences(TypedDict):
 
 
 class TakeExperiences(Command[list[TakenExperiences]], name="take_experiences", writes=True, waits=True):
-    """Take the next `n` experiences from the queue, and wait until it has that many.
-
-    Raises TakeTimeout, with nothing taken, PipelineError if the priority function fails, and PayloadNotFound.
-    """
+    """Take the next `n` experiences from the queue, and wait until it has that many. Raises TakeTimeout, with nothing
+    taken, PipelineError if the priority function fails, and PayloadNotFound."""
 
     n: Positive
     timeout: Seconds | None

@@ -69,10 +69,8 @@ class Reader:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
 
     def run(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
-        """Call `read` in a thread, then `done` with its value or exception. Database errors become LogUnavailable.
-
-        With `once` there are no retries.
-        """
+        """Call `read` in a thread, then `done` with its value or exception. Database errors become LogUnavailable. With
+        `once` there are no retries."""
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
     def _work(self, read: Callable[[], Any], done: Callable[[Any], None], seconds: float) -> None:

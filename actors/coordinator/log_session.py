@@ -94,11 +94,8 @@ class SessionHost(TimerHost, Protocol):
 
 
 class LogSession:
-    """Session with one log.
-
-    `live`, `lease` and `events` exist once `has_live_state` is True; `watch`, `mark_checks` and `writer` are
-    made in the same call.
-    """
+    """Session with one log. `live`, `lease` and `events` exist once `has_live_state` is True; `watch`, `mark_checks`
+    and `writer` are made in the same call."""
 
     live: LiveState
     lease: Lease

@@ -65,11 +65,8 @@ class LogWriter:
         commit_numbers: Iterator[int], *, retry_for: float = 300.0, now: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """Start the thread.
-
-        `commit_numbers` are the numbers in commit ids, never used before under this lease. An append is retried for
-        `retry_for` seconds before it fails. `metadata` is stored with each append.
-        """
+        """Start the thread. `commit_numbers` are the numbers in commit ids, never used before under this lease. An
+        append is retried for `retry_for` seconds before it fails. `metadata` is stored with each append."""
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
         self._metadata, self._commit_numbers = metadata, commit_numbers
         self._text_log = logging.getLogger("trinity_es.writer")  # Thespian silences loggers made at import

@@ -387,10 +387,8 @@ class Guardian(BaseActor):
         self.retire_coordinator_after_runners()
 
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Ask the head to give this host no new units; end the host at once if no head has ever admitted it.
-
-        `join` repeats the message, which is lost while the agent, its connection or the head's log is away.
-        """
+        """Ask the head to give this host no new units; end the host at once if no head has ever admitted it. `join`
+        repeats the message, which is lost while the agent, its connection or the head's log is away."""
         if self.config.host is None or self.stopping:
             return
         if not self.epoch:

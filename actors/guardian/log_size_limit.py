@@ -30,10 +30,8 @@ def standard_output_file() -> str | None:
 
 
 def cut_long_files(paths: Iterable[str], max_bytes: int = MAX_BYTES) -> list[str]:
-    """Truncate each file above `max_bytes`, and return these files. Their last `max_bytes` replace `FILE.1`.
-
-    Never raises. If the disk is full, the copy is left out.
-    """
+    """Truncate each file above `max_bytes`, and return these files. Their last `max_bytes` replace `FILE.1`. Never
+    raises. If the disk is full, the copy is left out."""
     cut_files = []
     for path in paths:
         try:

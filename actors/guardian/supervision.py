@@ -57,9 +57,7 @@ class Policy:
 
 def counted_ends(policy: Policy, earlier_ends: Sequence[float], now: float, served_seconds: float) -> list[float]:
     """Return the times of a child's ends that count for a quarantine, in monotonic seconds. The last one is `now`.
-
-    `earlier_ends` counted before. `served_seconds` is how long the process that ended now had served.
-    """
+    `earlier_ends` counted before. `served_seconds` is how long the process that ended now had served."""
     if served_seconds >= policy.healthy_life:
         return [now]
     return [*(t for t in earlier_ends if now - t < policy.period), now]
@@ -72,10 +70,8 @@ def _backoff(policy: Policy, end_count: int, chance: float) -> float:
 
 
 def runner_pause(policy: Policy, end_count: int, chance: float) -> float | None:
-    """Return the pause in seconds before a runner starts again; None if it is quarantined.
-
-    `end_count` is the number of its ends that count. `chance` is uniform in [0, 1).
-    """
+    """Return the pause in seconds before a runner starts again; None if it is quarantined. `end_count` is the number of
+    its ends that count. `chance` is uniform in [0, 1)."""
     return None if end_count > policy.restarts else _backoff(policy, end_count, chance)
 
 

@@ -56,10 +56,8 @@ class FileFacts:
 
 
 def listing(folder: Path) -> list[FileFacts]:
-    """Return the files of a folder that an engine may read, sorted by name. Raises OSError, also if there are none.
-
-    It follows links, since the cache of Hugging Face's hub consists of them.
-    """
+    """Return the files of a folder that an engine may read, sorted by name. Raises OSError, also if there are none. It
+    follows links, since the cache of Hugging Face's hub consists of them."""
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     excluded_patterns: tuple[str, ...] = _TRAINER_FILES
     if any(name.endswith(".safetensors") for name in names):

@@ -48,10 +48,8 @@ THREADS = 4
 
 
 def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
-    """Return the folder in which a host keeps pulled files: below `chosen`, by default in shared memory.
-
-    Each store, machine and host on it has its own, because `chosen` may be on a shared file system.
-    """
+    """Return the folder in which a host keeps pulled files: below `chosen`, by default in shared memory. Each store,
+    machine and host on it has its own, because `chosen` may be on a shared file system."""
     owner = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
     return Path(chosen or SHARED_MEMORY) / f"trinity_es-host-{owner}"
 
@@ -196,9 +194,7 @@ class FolderPuller:
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], target: Path
     ) -> None:
         """Pull files from `url` into the folder `target` and compare their digests. `files` has the digest of each.
-
-        Raises _LocalProblem, SyncError, NotOurs.
-        """
+        Raises _LocalProblem, SyncError, NotOurs."""
         partial = target.with_name(f".{target.name}.part")
         await self._in_thread(_make_private, self._folder)
         if target.is_dir() and not await self._in_thread(self._incomplete, target, files):

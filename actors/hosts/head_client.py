@@ -53,10 +53,8 @@ class HeadPlace:
 
 
 def bearer(key: bytes, digest: bytes) -> str:
-    """Return the Authorization header that proves the key to the head whose certificate has this digest.
-
-    Its token is a hash of both, so it does not reveal the key, and another server can't use it.
-    """
+    """Return the Authorization header that proves the key to the head whose certificate has this digest. Its token is a
+    hash of both, so it does not reveal the key, and another server can't use it."""
     return "Bearer " + hmac.digest(key, b"trinity-es host token " + digest, "sha256").hex()
 
 

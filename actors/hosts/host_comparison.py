@@ -37,10 +37,8 @@ def _digest_or_error(folder: str) -> str | None:
 
 
 def digest_of(folder: str) -> str | None:
-    """Return a digest of a model's config.json and of its weight files' names and sizes.
-
-    Returns None if the folder does not exist. Raises OSError if it can't be read.
-    """
+    """Return a digest of a model's config.json and of its weight files' names and sizes. Returns None if the folder
+    does not exist. Raises OSError if it can't be read."""
     path = Path(folder)
     if not path.is_dir():
         return None

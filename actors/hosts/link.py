@@ -201,8 +201,7 @@ class HeadEnd:
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """`key()` is called for each request; it may read a file and raise WrongKey. `facts()` returns the head's
-        versions and digests for a host that checks before it joins; it may block.
-        """
+        versions and digests for a host that checks before it joins; it may block."""
         self._address, self._key, self._certificate, self._timeout = address, key, certificate, timeout
         self._hello, self._take, self._gone, self._facts = hello, take, gone, facts
         self._pipes: dict[str, tuple[int, _Pipe]] = {}

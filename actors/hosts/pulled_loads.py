@@ -160,10 +160,8 @@ class PulledLoads:
 
     # --- messages of runners ----------------------------------------------------------------------------------------
     def forwarded(self, message: Any) -> Any:
-        """Record a message of a runner or the guardian, and return it in the form that goes to the head.
-
-        That form adds the version that the runner waits for, and the progress, duration and errors of its pulls.
-        """
+        """Record a message of a runner or the guardian, and return it in the form that goes to the head. That form adds
+        the version that the runner waits for, and the progress, duration and errors of its pulls."""
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)

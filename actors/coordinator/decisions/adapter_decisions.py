@@ -79,9 +79,7 @@ def has_all(adapters: Adapters, of_engine: Collection[str]) -> bool:
 
 def lacks(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
     """Return which current adapters an engine lacks, as a reason why it can't serve yet; "" if it lacks none.
-
-    `of_engine` are the adapters that it has, `room` is the number that it can hold.
-    """
+    `of_engine` are the adapters that it has, `room` is the number that it can hold."""
     missing = sorted(current_adapters(adapters).keys() - set(of_engine)) if room else []
     if not missing:
         return ""

@@ -45,10 +45,8 @@ def submit(
     tasks: list[dict[str, Any]] | None, tasks_digest: str | None, min_wait_num: int | None, max_attempts: int,
     runs_per_unit: int | None, detailed_stats: bool, submission: str, continues: Sequence[ev.ContinuedTask] = (),
 ) -> list[ev.Event]:
-    """Return the event that begins a batch. A repeated `submission` gives no event.
-
-    Raises BatchAlreadyActive (a ValueError) for an active id, DataError.
-    """
+    """Return the event that begins a batch. A repeated `submission` gives no event. Raises BatchAlreadyActive (a
+    ValueError) for an active id, DataError."""
     require_batch_id(batch_id)
     if existing is not None and existing.submission == submission:
         return []
@@ -247,9 +245,7 @@ def require_batch(
     batch: BatchState | None, batch_id: BatchId, batch_type: BatchType, advice: str = ""
 ) -> BatchState:
     """Return the batch if it exists and has this type. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
-
-    `advice` ends the error about a batch of another type. By default it names the call that finalizes that type.
-    """
+    `advice` ends the error about a batch of another type. By default it names the call that finalizes that type."""
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit it with submit_batch first")
     if batch.batch_type != batch_type:

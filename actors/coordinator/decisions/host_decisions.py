@@ -37,10 +37,8 @@ class Refusal:
 
 
 def welcome(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
-    """Return the events that admit a host, or why it is refused. A host that only reconnects causes no events.
-
-    `build` is this software's version. `connected` means that a host of this name is connected now.
-    """
+    """Return the events that admit a host, or why it is refused. A host that only reconnects causes no events. `build`
+    is this software's version. `connected` means that a host of this name is connected now."""
     if hello.build != build:
         return Refusal(
             f"the host runs trinity-es {hello.build}, the head runs {build}: install the same on both", for_good=True)

@@ -40,9 +40,7 @@ def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iter
 
 def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
     """Return the events by which `trinity-es scale` adds and removes servers, even if the list has done so already.
-
-    Raises DataError for an unknown server to remove, and for one that is both added and removed.
-    """
+    Raises DataError for an unknown server to remove, and for one that is both added and removed."""
     urls_to_add, urls_to_remove = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
     if both := sorted(set(urls_to_add) & set(urls_to_remove)):
         raise DataError(f"server {both[0]} can't be added and removed in one command: leave it out of one list")

@@ -101,10 +101,8 @@ class GroupAdvantage:
 
 
 class ReinforceAdvantage:
-    """`reinforce`: the advantage is the reward, without a baseline (Williams 1992).
-
-    Metric: `group_advantages/reward_mean/mean|max|min` over tasks.
-    """
+    """`reinforce`: the advantage is the reward, without a baseline (Williams 1992). Metric:
+    `group_advantages/reward_mean/mean|max|min` over tasks."""
 
     by_task = True
     needs = ("reward", "action_mask")

@@ -171,10 +171,8 @@ class Retention:
             ))
 
     def _finish_last_deletion(self) -> None:
-        """Delete the payloads that the last PayloadsFreed names, except those that other batches use.
-
-        The coordinator that recorded this event may have ended before it deleted them.
-        """
+        """Delete the payloads that the last PayloadsFreed names, except those that other batches use. The coordinator
+        that recorded this event may have ended before it deleted them."""
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
             kept = self._kept_rows()

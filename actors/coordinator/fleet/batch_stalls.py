@@ -43,10 +43,8 @@ class Stalls:
         self, live: LiveState, registry: RunnerRegistry, stall_seconds: float, clock: Callable[[], float], *,
         attempt_timeout: float | None = None, sequential: bool = False,
     ) -> None:
-        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds.
-
-        `attempt_timeout` is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other.
-        """
+        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds. `attempt_timeout`
+        is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other."""
         self.live, self.registry, self.stall_seconds, self.clock = live, registry, stall_seconds, clock
         self.attempt_timeout, self.sequential = attempt_timeout, sequential
         self._watched: dict[BatchId, _Watched] = {}

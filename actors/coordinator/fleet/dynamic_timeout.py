@@ -20,10 +20,8 @@ __all__ = ["DynamicTimeout", "attempt_timeout", "measured"]
 def attempt_timeout(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
-    """Return the seconds that an attempt may take: `ratio` times the mean duration, `seconds` / `attempts`.
-
-    Returns 0, which stands for `max_timeout`, if that is less, and before `warmup_min_steps` steps were measured.
-    """
+    """Return the seconds that an attempt may take: `ratio` times the mean duration, `seconds` / `attempts`. Returns 0,
+    which stands for `max_timeout`, if that is less, and before `warmup_min_steps` steps were measured."""
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
     timeout = ratio * seconds / attempts

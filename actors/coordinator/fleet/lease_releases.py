@@ -53,10 +53,8 @@ class LeaseReleases:
 def released(
     leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, start_seconds: float = START_SECONDS
 ) -> tuple[dict[str, str], str]:
-    """Release leases of one provider in a process.
-
-    Returns each lease's error, "" if it was released, and one error for leases that the process did not report.
-    """
+    """Release leases of one provider in a process. Returns each lease's error, "" if it was released, and one error for
+    leases that the process did not report."""
     request = {"seconds": seconds, "leases": [
         {"lease": e.taken.lease, "provider": e.taken.provider, "args": e.taken.args, "handle": e.handle} for e in leases
     ]}

@@ -34,10 +34,8 @@ class Releases(Protocol):
     """Interface for releasing leases in separate processes."""
 
     def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
-        """Release leases of one provider in a process.
-
-        `done` gets each lease's error, "" if it was released, and one error for leases that the process did not report.
-        """
+        """Release leases of one provider in a process. `done` gets each lease's error, "" if it was released, and one
+        error for leases that the process did not report."""
 
 
 class LeaseFleet:

@@ -18,9 +18,7 @@ __all__ = ["RunnerRecord", "RunnerRegistry"]
 @dataclass(slots=True)
 class RunnerRecord:
     """A runner's state in the coordinator: its present process as in the log (`life`), and facts that are in no event.
-
-    Fields that the runner reports have the value of its last status or heartbeat.
-    """
+    Fields that the runner reports have the value of its last status or heartbeat."""
 
     life: RunnerLife
     address: Any = None

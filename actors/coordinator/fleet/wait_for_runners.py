@@ -26,10 +26,8 @@ class Awaited:
                 self.errors[runner] = error
 
     def error(self, timed_out: str = "") -> SyncError | None:
-        """Return the errors of the runners as one error; None if all succeeded.
-
-        `timed_out` is the error of each runner that has not answered; "" if the wait did not time out.
-        """
+        """Return the errors of the runners as one error; None if all succeeded. `timed_out` is the error of each runner
+        that has not answered; "" if the wait did not time out."""
         errors = dict(self.errors)
         if timed_out:
             errors |= dict.fromkeys(self.waiting_on, timed_out)

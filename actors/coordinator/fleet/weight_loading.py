@@ -58,8 +58,7 @@ class WeightLoading:
 
     def lacks(self, message: RunnerStatus) -> str:
         """Return why a failed runner with a ready engine stays failed: it never served and could not load the current
-        weights. Returns "" if it does not stay failed.
-        """
+        weights. Returns "" if it does not stay failed."""
         life = self.live.lives.get((message.name, message.incarnation))
         if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
             return ""

@@ -117,9 +117,7 @@ def choose(
     state: QueueState, n: int, now: float, *, priority: Priority, max_use_count: int, cooldown: float
 ) -> list[ev.TakenItem]:
     """Return the `n` experiences with the highest priority, or fewer if there are no more. Does not change the state.
-
-    `now` is in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number.
-    """
+    `now` is in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number."""
     ranked = []
     newest = len(state.deliveries) - 1
     for number, delivery in enumerate(state.deliveries.values()):

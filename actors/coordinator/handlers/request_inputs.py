@@ -18,9 +18,7 @@ MAX_SEARCHED_EVENTS = 1000
 
 def submitted_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
     """Return the tasks in a command's parcel, and each of them packed for a message. Raises DataError for a wrong task.
-
-    If the parcel names a payload, a thread reads it, and stores each task that is too large for a message.
-    """
+    If the parcel names a payload, a thread reads it, and stores each task that is too large for a message."""
 
     def read() -> tuple[list[dict[str, Any]], list[Parcel]]:
         tasks = check_tasks(unpack(parcel, live.payloads))
