@@ -29,13 +29,13 @@ def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
     WorkflowError if openai can't be imported."""
     package = _import_openai()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
-    return _client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
+    return _build_client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     """Return an asyncio client of the endpoint. Raises WorkflowError if openai can't be imported."""
     package = _import_openai()
-    return _client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
+    return _build_client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
 
 def from_openai(error: BaseException) -> bool:
@@ -55,7 +55,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
+def _build_client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
     # No retries: the engine would refuse the same request again, and the runner attempts a failed run again.
     client = client_class(
         http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None

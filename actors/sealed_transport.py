@@ -366,12 +366,12 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         _log.warning("port %d refused a frame from %s: %s (%d so far)", self._port, peer, why, self._refused_count)
 
 
-def _brief(self: Any) -> str:
+def _describe_type(self: Any) -> str:
     """Return the type of a message under way. Thespian's own `identify` formats the whole message at each step."""
     return f"{type(self).__name__} of a {type(self.message).__name__}"
 
 
-def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta:
+def _idle_time(self: TransmitIntent, current_time: float | None = None) -> timedelta:
     """Return how long Thespian may leave a message alone. Its own `delay` makes a dozen objects for each message."""
     now, until = current_time or currentTime(), self._quitTime._time_to_quit
     if getattr(self, "_awaitingTXSlot", False):
@@ -383,8 +383,8 @@ def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta
     return timedelta(seconds=max(0.0, until - now))
 
 
-ReceiveEnvelope.identify = TransmitIntent.identify = _brief  # they took a sixth of the coordinator's time for a task
-TransmitIntent.delay = _delay
+ReceiveEnvelope.identify = TransmitIntent.identify = _describe_type  # Thespian's took a sixth of a task's time
+TransmitIntent.delay = _idle_time
 
 
 def _address(host: str, port: int) -> ActorAddress:

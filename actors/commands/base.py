@@ -43,20 +43,20 @@ class CommandRequest(Generic[C_co]):
 
 def encode(command: Command[Any]) -> dict[str, Any]:
     """Return a command's fields as plain values for a message. Raises DataError for a wrong field."""
-    return dict(_plain(read_fields(type(command), command.name, _fields(command))))
+    return dict(_to_plain(read_fields(type(command), command.name, _field_values(command))))
 
 
 _PLAIN = frozenset({str, int, float, bool, type(None), Parcel, dict})
 """Types of values that are sent as they are."""
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a list or the fields of a dataclass as plain JSON. Parcels in it stay as they are."""
     if isinstance(value, list):
-        return [item if type(item) in _PLAIN else _plain(item) for item in value]
-    return {name: item if type(item) in _PLAIN else _plain(item) for name, item in _fields(value).items()}
+        return [item if type(item) in _PLAIN else _to_plain(item) for item in value]
+    return {name: item if type(item) in _PLAIN else _to_plain(item) for name, item in _field_values(value).items()}
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _field_values(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a dict, without the deep copy of `dataclasses.asdict`."""
     return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -67,33 +67,33 @@ def is_storable(value: str) -> bool:
     return "\0" not in value
 
 
-def _storable(value: str) -> str:
+def _check_storable(value: str) -> str:
     if not is_storable(value):
         raise ValueError(f"must be text with no NUL and no lone surrogates, not {shown(value)}")
     return value
 
 
-def _printable(value: str) -> str:
+def _check_printable(value: str) -> str:
     if not value.isprintable():
         raise ValueError(f"must be printable, not {shown(value)}")
     return value
 
 
-def _number(value: Any) -> float:
+def _check_number(value: Any) -> float:
     is_exact_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
     if not is_exact_int and not (isinstance(value, float) and math.isfinite(value)):
         raise ValueError(f"must be a finite number, not {shown(value)}")
     return float(value)
 
 
-def _batch_id(value: Any) -> Any:
+def _check_batch_id(value: Any) -> Any:
     try:
-        return _storable(value) if isinstance(require_batch_id(value), str) else value
+        return _check_storable(value) if isinstance(require_batch_id(value), str) else value
     except DataError as e:
         raise ValueError(f"is no batch id: {e}") from None
 
 
-def _parcel(value: Any) -> Parcel:
+def _check_parcel(value: Any) -> Parcel:
     """Return the parcel if it has either bytes or a digest. Raises ValueError otherwise."""
     is_valid = False
     if isinstance(value, Parcel) and value.digest is None:
@@ -105,7 +105,7 @@ def _parcel(value: Any) -> Parcel:
     return value  # type: ignore[no-any-return]  # it is a Parcel
 
 
-def _record(cls: type[Any], **types: Any) -> Any:
+def _record_schema(cls: type[Any], **types: Any) -> Any:
     """Return the pydantic schema of a dataclass, with `types` of its fields. It accepts an object or a mapping."""
     defaults = {f.name: ... if f.default is MISSING else f.default for f in fields(cls)}
     definitions: dict[str, Any] = {name: (type_, defaults[name]) for name, type_ in types.items()}
@@ -122,19 +122,19 @@ def _record(cls: type[Any], **types: Any) -> Any:
 
 
 # --- types ----------------------------------------------------------------------------------------------------------
-Batch = Annotated[StrictInt | StrictStr, BeforeValidator(_batch_id)]
+Batch = Annotated[StrictInt | StrictStr, BeforeValidator(_check_batch_id)]
 """The id of a batch: a whole number (a step) or a text such as `12/gsm8k`."""
-Name = Annotated[StrictStr, Field(min_length=1, max_length=NAME_LENGTH), AfterValidator(_printable)]
+Name = Annotated[StrictStr, Field(min_length=1, max_length=NAME_LENGTH), AfterValidator(_check_printable)]
 """1 to 200 printable characters."""
 AdapterName = Annotated[StrictStr, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
 """1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit."""
 Digest = Annotated[StrictStr, Field(pattern=_DIGEST)]
 """A SHA-256, 64 hexadecimal digits."""
-TasksetName = Annotated[StrictStr, Field(min_length=1, max_length=TASKSET_LENGTH), AfterValidator(_printable)]
+TasksetName = Annotated[StrictStr, Field(min_length=1, max_length=TASKSET_LENGTH), AfterValidator(_check_printable)]
 """1 to 400 printable characters."""
-Text = Annotated[StrictStr, Field(max_length=TEXT_LENGTH), AfterValidator(_storable)]
+Text = Annotated[StrictStr, Field(max_length=TEXT_LENGTH), AfterValidator(_check_storable)]
 """Up to 16,384 characters, with no NUL and no lone surrogates."""
-ShortText = Annotated[StrictStr, Field(max_length=NAME_LENGTH), AfterValidator(_storable)]
+ShortText = Annotated[StrictStr, Field(max_length=NAME_LENGTH), AfterValidator(_check_storable)]
 """The same, up to 200 characters."""
 Whole = Annotated[StrictInt, Field(gt=-WHOLE, lt=WHOLE)]
 """A whole number that 32 bits hold with its sign."""
@@ -148,9 +148,9 @@ TableNumber = Annotated[StrictInt, Field(ge=-1, lt=2**63)]
 """The number of a table of routes; -1 before the first."""
 Port = Annotated[StrictInt, Field(ge=0, lt=65_536)]
 """A TCP port."""
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_check_number)]
 """A finite number."""
-Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_number)]
+Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_check_number)]
 """A number of seconds, from -1e9 to 1e9."""
 Flag = Annotated[bool, Field(strict=True)]
 """True or false."""
@@ -158,16 +158,16 @@ Finalized = Literal["train", "eval"]
 """The type of a batch that is finalized: `train` or `eval`."""
 Metrics = Annotated[dict[ShortText, Number], Field(max_length=MOST_METRICS)]
 """Finite numbers by their names."""
-Tasks = Annotated[Parcel, PlainValidator(_parcel)]
+Tasks = Annotated[Parcel, PlainValidator(_check_parcel)]
 """A list of tasks: JSON, or the digest of a payload that holds it."""
-Experiences = Annotated[PayloadRef, _record(PayloadRef, digest=Digest, first=Count, count=Count)]
+Experiences = Annotated[PayloadRef, _record_schema(PayloadRef, digest=Digest, first=Count, count=Count)]
 """Location of experiences in the payload store: `digest`, `first`, `count`."""
-AnswerGiven = Annotated[Answer, _record(
+AnswerGiven = Annotated[Answer, _record_schema(
     Answer, message=Name, runner=Name, incarnation=Count, model_version=Count, model_version_end=Count,
     payload=Experiences | None, prompt_tokens=Count, response_tokens=Count,
 )]
 """An answer of the proxy, with the fields of `Answer` in docs/EVENTS.md."""
-SourceFound = Annotated[TasksetSource, _record(
+SourceFound = Annotated[TasksetSource, _record_schema(
     TasksetSource, taskset=TasksetName, is_eval=Flag, path=Text, subset=Text | None, split=Text | None,
     asked=Text | None, revision=ShortText, args=Text, rows=Count, order=Text | None,
 )]

@@ -18,7 +18,7 @@ from trinity_es.actors.server_addresses import checked_url
 __all__ = ["AuxiliaryModelConfig", "LoRAConfig", "ModelConfig", "RolloutModelConfig", "ServersConfig"]
 
 
-def _engine_type(value: str) -> str:
+def _check_engine_type(value: str) -> str:
     """Return the name of a registered engine or a "module:Class". Raises ValueError for any other text."""
     engines = registered("engine")
     if value not in engines and not re.fullmatch(r"[\w.]+:[\w.]+", value):
@@ -82,7 +82,7 @@ class ServersConfig(Section):
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
-    engine_type: Annotated[str, AfterValidator(_engine_type)] = "vllm"
+    engine_type: Annotated[str, AfterValidator(_check_engine_type)] = "vllm"
     """`vllm`, `http` (external vLLM servers, see `servers`), `scripted` (completions from `script`, no GPU), or
     `module:Class` of your own engine."""
     model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def _concurrency(value: Any) -> Any:
+def _check_concurrency(value: Any) -> Any:
     """Return "auto" or a whole number of 1 or more. Raises PydanticKnownError."""
     if value != "auto" and type(value) is not int:
         raise PydanticKnownError("int_type")  # this type makes the caller convert a variable's text to a number
@@ -41,7 +41,7 @@ def _concurrency(value: Any) -> Any:
     return value
 
 
-def _store_url(value: str) -> str:
+def _check_store_url(value: str) -> str:
     """Return the URL of a SQLite file or a PostgreSQL database, or "". Raises ValueError for any other text."""
     if not value:
         return value
@@ -126,7 +126,7 @@ class ExplorerConfig(Section):
     """Order of the runs of one task in a runner: `sequential`: one after the other; `asynchronous`: all at once. Async
     workflows run on the engine's loop, sync ones in one process for each concurrent run, so `multi-threading` is the
     same as `asynchronous`."""
-    max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
+    max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_check_concurrency)] = "auto"
     """Maximum number of units (a task, or a part of its runs) that a runner runs at once: its places. `auto` starts
     with 64. For engines of type `vllm`, and servers that tell their load in `/metrics`, it grows up to 256 while there
     is room, and shrinks if too many requests wait, or the engine recomputes many tokens for lack of room. Sync
@@ -245,7 +245,7 @@ class TrainerConfig(Section):
     steps since the last checkpoint again, on the experiences in the log."""
 
 
-def _payloads_place(url: str) -> str:
+def _check_payloads_url(url: str) -> str:
     """Return a location for payloads in the spelling of `require_place_url`, or "". Raises ValueError."""
     try:
         return url and require_place_url(url)
@@ -256,13 +256,13 @@ def _payloads_place(url: str) -> str:
 class StoreConfig(Section):
     """The log and the payloads."""
 
-    url: Annotated[str, AfterValidator(_store_url)] = Field(
+    url: Annotated[str, AfterValidator(_check_store_url)] = Field(
         default="", repr=False, json_schema_extra={"shown": "sqlite:///runs/<project>/<name>/log.sqlite"}
     )
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name`. Better give a password by
     PGPASSWORD or ~/.pgpass; one in the URL is never shown. In mode `bench` the default is `bench/log.sqlite` in the
     default folder."""
-    payloads: Annotated[str, AfterValidator(_payloads_place)] = ""
+    payloads: Annotated[str, AfterValidator(_check_payloads_url)] = ""
     """Location of the experiences: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a folder
     that all hosts share, `file:///folder`. Each log has a part of its own below it. Credentials come from the
     environment alone. Empty: the location in the log, which for a new log is beside its SQLite file, or in PostgreSQL.

@@ -84,28 +84,28 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     tasks: dict[BatchId, list[Parcel]] = {}
     for stream, batch_id in open_streams:
         submissions: list[ev.BatchSubmitted | ev.TasksAdded] = []
-        state = _batch_state(log, batch_id, submissions)
+        state = _read_batch(log, batch_id, submissions)
         if state is not None and not state.state.ended:
             batches[batch_id], versions[stream] = state, state.version
-            tasks[batch_id] = _parcels(submissions, payloads)
-    attempt_times, publication = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
-    serving_runners = _serving_runners(log, states)
+            tasks[batch_id] = _packed_tasks(submissions, payloads)
+    attempt_times, publication = _last_event(log, ev.PaceMeasured), _last_event(log, ev.WeightsPublished)
+    serving_runners = _read_serving_runners(log, states)
     lives: Lives = {}
     for name, (incarnation, state_name) in states.items():
         lives[name, incarnation] = RunnerLife(
             name=name, incarnation=incarnation, state=RunnerState(state_name), served=name in serving_runners
         )
-    adapters = _adapters(log, versions)
+    adapters = _read_adapters(log, versions)
     return Loaded(
         batches=batches, greatest_id=greatest_batch_id(log), versions=versions, tasks=tasks, lives=lives, queue=queue,
         attempt_times=attempt_times,
         weights=Weights() if publication is None else evolve_weights(Weights(), publication),
-        adapters=adapters, loaded_adapters=_loaded_adapters(log, adapters), servers=_servers(log), hosts=_hosts(log),
-        leases=leases,
+        adapters=adapters, loaded_adapters=_read_loaded_adapters(log, adapters), servers=_read_servers(log),
+        hosts=_read_hosts(log), leases=leases,
     )
 
 
-def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
+def _read_adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
     """Return the state of each adapter whose stream is in `streams`, folded from its last events."""
     adapters: Adapters = {}
     for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
@@ -115,7 +115,7 @@ def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
     return adapters
 
 
-def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
+def _read_loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
     """Return the current adapters that an engine has loaded, by the rule of `evolve_loaded`. For an adapter that was
     removed, only loads after its next publication count."""
     names = set[str]()
@@ -132,27 +132,27 @@ def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
     return names
 
 
-def _servers(log: EventLog) -> Servers:
+def _read_servers(log: EventLog) -> Servers:
     servers: Servers = {}
     for recorded in log.read(stream=ev.ServerAdded.stream):
         evolve_servers(servers, cast("ev.ServerAdded | ev.ServerRemoved", recorded.event))
     return servers
 
 
-def _hosts(log: EventLog) -> Hosts:
+def _read_hosts(log: EventLog) -> Hosts:
     hosts: Hosts = {}
     for recorded in log.read(stream=ev.HostJoined.stream):
         evolve_hosts(hosts, cast(HostEvent, recorded.event))
     return hosts
 
 
-def _newest(log: EventLog, event_type: type[E]) -> E | None:
+def _last_event(log: EventLog, event_type: type[E]) -> E | None:
     """Return the last event of a type that has a stream of its own; None if there is none."""
     recorded = log.last(event_type.stream, event_type.__name__)
     return None if recorded is None else cast(E, recorded.event)
 
 
-def _batch_state(
+def _read_batch(
     log: EventLog, batch_id: BatchId, submissions: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
 ) -> BatchState | None:
     """Return a batch's state, and put the events that hold its tasks into `submissions`; None if it has no events."""
@@ -168,7 +168,7 @@ def _batch_state(
     return fold(events())
 
 
-def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
+def _packed_tasks(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
     """Return the tasks of these events, each packed for a message."""
     parcels: list[Parcel] = []
     for event in submissions:
@@ -177,7 +177,7 @@ def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads:
     return parcels
 
 
-def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
+def _read_serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
     """Return the runners whose newest process has served, by the rule of `evolve_lives`. Reads no long streams."""
     # A newest life that loaded no weights has served if it was ready with the ones that were current then.
     serving_names, unclear = set[str](), dict[str, int]()
@@ -249,7 +249,7 @@ class LiveState:
             if type(batch_id) is int and batch_id > self._greatest_id:
                 return None  # steps count up, and this coordinator is the only writer of batches
             stream = batch_stream(batch_id)
-            read = lambda: _batch_state(self.log, batch_id)  # noqa: E731
+            read = lambda: _read_batch(self.log, batch_id)  # noqa: E731
             state = self.fetch(stream, read)
             version = 0 if state is None else state.version
             if self.versions.setdefault(stream, version) != version:  # it changed during the read

@@ -36,14 +36,14 @@ def cut_long_files(paths: Iterable[str], max_bytes: int = MAX_BYTES) -> list[str
     for path in paths:
         try:
             if os.stat(path).st_size > max_bytes:
-                _cut(path, max_bytes)
+                _cut_file(path, max_bytes)
                 cut_files.append(path)
         except OSError as e:
             _log.debug("%s can't be cut: %s", path, e)
     return cut_files
 
 
-def _cut(path: str, max_bytes: int) -> None:
+def _cut_file(path: str, max_bytes: int) -> None:
     """Copy the last `max_bytes` of a file to `FILE.1`, then replace its content by a line that says so."""
     with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_APPEND)) as file:
         size = file.seek(0, os.SEEK_END)

@@ -106,7 +106,7 @@ class FolderPuller:
             last_progress_at = pull.progress_at
             try:
                 async with self._dialer.session() as session:
-                    return await self._attempt(pull, session)
+                    return await self._attempt_pull(pull, session)
             except Refused as e:
                 raise SyncError(f"{name} can't be pulled from the head: {e.args[0]}", refused=True) from e
             except (SyncError, WrongKey):
@@ -140,7 +140,7 @@ class FolderPuller:
             raise
 
     # --- one attempt ------------------------------------------------------------------------------------------------
-    async def _attempt(self, pull: _Pull, session: ClientSession) -> Path:
+    async def _attempt_pull(self, pull: _Pull, session: ClientSession) -> Path:
         """Return the local folder if it equals the head's, otherwise pull the files that it lacks. Raises SyncError."""
         async with session.post("/folders", json={"fetch": asdict(pull.name), "build": VERSION}) as answer:
             reply = raise_refusal(await answer.json())
@@ -155,7 +155,7 @@ class FolderPuller:
                 f"the head does not find {pull.name} where it was published: {reply['unreadable']}. Publish it on the "
                 "head's host, or on a file system that the head reads", refused=True,
             )
-        files = [_checked_file(*facts) for facts in reply["files"]]
+        files = [_parse_file(*facts) for facts in reply["files"]]
         if local_files == files and pull.local is not None:
             return pull.local
         digests = await self._head_digests(pull, session, reply["id"])
@@ -170,7 +170,8 @@ class FolderPuller:
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         target = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
-            await self._fill(pull, session, f"/folders/{reply['id']}", dict(zip(files, digests, strict=True)), target)
+            digest_by_file = dict(zip(files, digests, strict=True))
+            await self._fill_folder(pull, session, f"/folders/{reply['id']}", digest_by_file, target)
         except _LocalProblem as e:
             raise SyncError(f"{pull.name} can't be pulled into {self._folder}: {e.args[0]}") from e
         self._pulled_folders[pull.name] = target
@@ -190,18 +191,18 @@ class FolderPuller:
                 return digests
             pull.report("the head hashes its files")
 
-    async def _fill(
+    async def _fill_folder(
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], target: Path
     ) -> None:
         """Pull files from `url` into the folder `target` and compare their digests. `files` has the digest of each.
         Raises _LocalProblem, SyncError, NotOurs."""
         partial = target.with_name(f".{target.name}.part")
         await self._in_thread(_make_private, self._folder)
-        if target.is_dir() and not await self._in_thread(self._incomplete, target, files):
+        if target.is_dir() and not await self._in_thread(self._incomplete_files, target, files):
             return
-        await self._in_thread(_prepare, target, partial)
-        with _locked(partial):
-            incomplete = await self._in_thread(self._incomplete, partial, files)
+        await self._in_thread(_prepare_partial, target, partial)
+        with _lock_folder(partial):
+            incomplete = await self._in_thread(self._incomplete_files, partial, files)
             missing_bytes = sum(file.size - start for _, file, start, _ in incomplete)
             total_bytes = sum(file.size for file in files)
             if incomplete and missing_bytes + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
@@ -209,11 +210,11 @@ class FolderPuller:
                                     "free space, or set hosts.weights_dir of this host to another folder")
             for number, file, start, hasher in incomplete:
                 path = partial / file.name
-                with _opened_at(path, start) as output:
+                with _open_at(path, start) as output:
                     if start < file.size:
                         async with session.get(f"{url}/{number}", headers={"Range": f"bytes={start}-"}) as answer:
                             async for data in answer.content.iter_chunked(READ_BYTES):
-                                await self._in_thread(_write, output, hasher, data)
+                                await self._in_thread(_write_all, output, hasher, data)
                                 missing_bytes, pull.progress_at = missing_bytes - len(data), time.monotonic()
                                 pull.report(f"{_size_text(total_bytes - missing_bytes)} of {_size_text(total_bytes)}")
                 if hasher.hexdigest() != files[file]:
@@ -225,12 +226,12 @@ class FolderPuller:
                     pull.has_differed = True
                     raise NotOurs(problem)
                 self._digests_by_file[path] = files[file]
-            await self._in_thread(_finish, partial, target, {file.name for file in files})
+            await self._in_thread(_finish_folder, partial, target, {file.name for file in files})
         for file, digest in files.items():
             self._digests_by_file.pop(partial / file.name, None)
             self._digests_by_file[target / file.name] = digest
 
-    def _incomplete(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
+    def _incomplete_files(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
         """Return the files that are incomplete in `folder`, each as (number, file, bytes here, hash of these bytes)."""
         incomplete = []
         for number, (file, digest) in enumerate(files.items()):
@@ -266,7 +267,7 @@ def _as_local_problem() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder, so that no other process truncates its files. Raises _LocalProblem if another one has the lock."""
     with _as_local_problem():
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -282,7 +283,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _checked_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
+def _parse_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
     """Return a file that the head listed. Raises NotOurs for a name that is no file name, such as `../x`."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise NotOurs(f"the head listed a file named {name!r}, which is not a plain file name")
@@ -308,7 +309,7 @@ def _make_private(folder: Path) -> None:
 
 
 @_as_local_problem()
-def _prepare(target: Path, partial: Path) -> None:
+def _prepare_partial(target: Path, partial: Path) -> None:
     """Create the folder `partial` for incoming files. If `target` exists, it is incomplete and is renamed to it."""
     if target.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
@@ -317,7 +318,7 @@ def _prepare(target: Path, partial: Path) -> None:
 
 
 @_as_local_problem()
-def _opened_at(path: Path, start: int) -> FileIO:
+def _open_at(path: Path, start: int) -> FileIO:
     """Open a file, truncate it to `start` bytes, and return it for writing at its end. Raises _LocalProblem."""
     file = path.open("r+b" if start else "wb", buffering=0)
     file.seek(start)
@@ -326,7 +327,7 @@ def _opened_at(path: Path, start: int) -> FileIO:
 
 
 @_as_local_problem()
-def _write(file: FileIO, hasher: Any, data: bytes) -> None:
+def _write_all(file: FileIO, hasher: Any, data: bytes) -> None:
     """Write all of `data` to an unbuffered file, and add it to the hash. Raises _LocalProblem."""
     unwritten = memoryview(data)
     while unwritten:
@@ -335,7 +336,7 @@ def _write(file: FileIO, hasher: Any, data: bytes) -> None:
 
 
 @_as_local_problem()
-def _finish(partial: Path, target: Path, names: Collection[str]) -> None:
+def _finish_folder(partial: Path, target: Path, names: Collection[str]) -> None:
     """Delete all files but those in `names` from `partial`, and rename it to `target`. Raises _LocalProblem."""
     for path in partial.iterdir():
         if path.name not in names:

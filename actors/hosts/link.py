@@ -171,9 +171,9 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel all tasks, and end the loop and its thread. Returns at once."""
-        self.begin(self._end())
+        self.begin(self._cancel_tasks())
 
-    async def _end(self) -> None:
+    async def _cancel_tasks(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -218,8 +218,8 @@ class HeadEnd:
         """Start the server and return its port; retry until the port is free."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes([
-            web.get("/join", self._join), web.post("/check", self._check), web.post("/folders", self._folder),
-            *self._folders.routes(),
+            web.get("/join", self._join), web.post("/check", self._answer_check),
+            web.post("/folders", self._answer_folder), *self._folders.routes(),
         ])
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=HELLO_SECONDS)
         await self._runner.setup()
@@ -292,27 +292,27 @@ class HeadEnd:
             raise web.HTTPUnauthorized
         return await handler(request)
 
-    async def _admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
+    async def _ask_admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
         """Ask the coordinator whether it admits a host. Raises TimeoutError while the log can't be written."""
         decision: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         self._hello(
-            offer, request.remote or "", lambda answer: self._thread.call(lambda: _settle(decision, answer)))
+            offer, request.remote or "", lambda answer: self._thread.call(lambda: _set_result(decision, answer)))
         return await asyncio.wait_for(decision, self._timeout)
 
-    async def _check(self, request: web.Request) -> web.Response:
+    async def _answer_check(self, request: web.Request) -> web.Response:
         """Answer a host that checks before it joins: whether it would be refused, and the head's `facts`."""
         try:
-            admission = await self._admission({**await request.json(), "check": True}, request)
+            admission = await self._ask_admission({**await request.json(), "check": True}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         return web.json_response(
             {"would_refuse": admission.refused, "facts": dict(await asyncio.to_thread(self._facts))})
 
-    async def _folder(self, request: web.Request) -> web.Response:
+    async def _answer_folder(self, request: web.Request) -> web.Response:
         """Answer a host's request for a folder: with a list of its files, or with the reason of a refusal."""
         try:
             body = await request.json()
-            admission = await self._admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
+            admission = await self._ask_admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         if admission.refused:
@@ -326,7 +326,7 @@ class HeadEnd:
         await ws.prepare(request)
         with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now
             offer = await _first_message(ws, HELLO_SECONDS)
-            admission = await self._admission(offer, request)
+            admission = await self._ask_admission(offer, request)
             if admission.refused:
                 _log.warning("host %s is refused: %s", offer.get("name"), admission.refused)
                 await ws.send_json({"refused": admission.refused, "for_good": admission.for_good})
@@ -433,7 +433,7 @@ async def _first_message(ws: web.WebSocketResponse | ClientWebSocketResponse, se
     return content
 
 
-def _settle(decision: asyncio.Future[Admission], answer: Admission) -> None:
+def _set_result(decision: asyncio.Future[Admission], answer: Admission) -> None:
     """Set the result of `decision`, unless its waiter has given up and cancelled it."""
     if not decision.done():
         decision.set_result(answer)

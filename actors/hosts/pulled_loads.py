@@ -82,12 +82,12 @@ class PulledLoads:
         for (folder_name, path), pull in self._pulls.items():
             if folder_name.kind == "weights" and (folder_name.version, path) != (order.version, order.path):
                 pull.future.cancel()  # a pull of an older order, or from an earlier path
-        self._runner(name).weights_order = order
+        self._runner_record(name).weights_order = order
         self._begin_pull(_weights_folder(order))
 
     def load_adapters(self, name: str, order: messages.LoadAdapters) -> None:
         """Pass an order to a runner once each of its adapters is on this host or could not be pulled."""
-        runner = self._runner(name)
+        runner = self._runner_record(name)
         runner.adapters_order = order
         ordered = {(event.adapter, event.version) for event in order.adapters}
         self._errors = {adapter: error for adapter, error in self._errors.items() if adapter in ordered}
@@ -96,7 +96,7 @@ class PulledLoads:
             if runner.served_adapters.get(event.adapter, -1) < event.version:
                 self._errors.pop((event.adapter, event.version), None)
                 self._begin_pull(_adapter_folder(event))
-        self._give_adapters(name, runner)
+        self._pass_on_adapters(name, runner)
 
     # --- pulls ------------------------------------------------------------------------------------------------------
     def _begin_pull(self, source: HeadFolder) -> None:
@@ -107,20 +107,20 @@ class PulledLoads:
         note_progress = lambda text: self._post(lambda: self._note_progress(source, text))  # noqa: E731
         future = asyncio.run_coroutine_threadsafe(self._puller.pull(name, Path(path), note_progress), self._thread.loop)
         self._pulls[source] = _Pull(future, time.monotonic())
-        future.add_done_callback(lambda done: self._post(lambda: self._pull_ended(source, done)))
+        future.add_done_callback(lambda done: self._post(lambda: self._on_pull_ended(source, done)))
 
     def _note_progress(self, source: HeadFolder, text: str) -> None:
         pull = self._pulls.get(source)
         if pull is not None:
             pull.progress = text
 
-    def _pull_ended(self, source: HeadFolder, future: Future[Path]) -> None:
+    def _on_pull_ended(self, source: HeadFolder, future: Future[Path]) -> None:
         """Pass on the orders that waited for a pull, or report its error. A pull that was replaced is ignored."""
         pull = self._pulls.get(source)
         if pull is None or pull.future is not future:
             return
         del self._pulls[source]
-        folder, error = _outcome(future)
+        folder, error = _pull_result(future)
         seconds, name = time.monotonic() - pull.started_at, source[0]
         if folder is not None:
             self._log.info("%s is here after %.1f s: %s", name, seconds, folder)
@@ -132,7 +132,7 @@ class PulledLoads:
             elif error:
                 self._errors[name.name, name.version] = error
             for runner_name, runner in self._runners.items():
-                self._give_adapters(runner_name, runner)
+                self._pass_on_adapters(runner_name, runner)
             return
         for runner_name, runner in self._runners.items():
             order = runner.weights_order
@@ -146,7 +146,7 @@ class PulledLoads:
                 result = messages.WeightsLoadResult(runner_name, order.incarnation, order.version, seconds, error)
                 self._to_head(runner_name, result)
 
-    def _give_adapters(self, name: str, runner: _Runner) -> None:
+    def _pass_on_adapters(self, name: str, runner: _Runner) -> None:
         """Pass an order to load adapters to its runner when all its pulls have ended. An adapter that could not be
         pulled keeps the head's path, so the runner fails to load it.
         """
@@ -166,7 +166,7 @@ class PulledLoads:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)
             case messages.RunnerStatus():
-                runner = self._runner(message.name)
+                runner = self._runner_record(message.name)
                 runner.served_version, runner.served_adapters = message.model_version, dict(message.adapters)
                 order = runner.weights_order
                 if order is not None and order.incarnation == message.incarnation:
@@ -174,20 +174,20 @@ class PulledLoads:
             case messages.Heartbeat() if not message.waits_for:
                 return replace(message, waits_for=self._pull_progress(message.name))
             case messages.WeightsLoadResult():
-                runner = self._runner(message.name)
+                runner = self._runner_record(message.name)
                 if message.error is None:
                     runner.served_version = message.version
                     self._delete_unused_folders()
                 if runner.pulled_version == message.version:
                     return replace(message, seconds=message.seconds + runner.pull_seconds)
             case messages.AdaptersLoadResult():
-                self._runner(message.name).served_adapters = dict(message.adapters)
+                self._runner_record(message.name).served_adapters = dict(message.adapters)
                 self._delete_unused_folders()
                 errors = [(name, version, self._errors.get((name, version), e)) for name, version, e in message.errors]
                 return replace(message, errors=errors)
         return message
 
-    def _runner(self, name: str) -> _Runner:
+    def _runner_record(self, name: str) -> _Runner:
         """Return the record of a runner, a new one if there is none."""
         return self._runners.setdefault(name, _Runner())
 
@@ -223,7 +223,7 @@ def _adapter_folder(event: ev.AdapterPublished) -> HeadFolder:
     return FolderName("adapter", event.adapter, event.version), event.path
 
 
-def _outcome(future: Future[Path]) -> tuple[Path | None, str]:
+def _pull_result(future: Future[Path]) -> tuple[Path | None, str]:
     """Return (path, "") of a pulled folder, (None, error) if it could not be pulled, (None, "") after a cancel."""
     try:
         return future.result(), ""

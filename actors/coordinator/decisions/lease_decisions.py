@@ -48,7 +48,7 @@ IsBeingRead = Callable[[BatchState, tuple[int, int]], bool]
 """Function that returns True while the journal of a lost unit is being read."""
 
 
-def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: IsBeingRead) -> bool:
+def _may_go_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: IsBeingRead) -> bool:
     """Return True if a next attempt goes on from the journal of the lost attempt that took a lease, or may do so."""
     if batch is None or batch.submission != taken.submission:
         return False
@@ -77,13 +77,13 @@ def attachable(
         if (
             identity == wanted and taken.attachable and taken.unit.attempt < change.unit.attempt and lease.held
             and lease.handle is not None and not lease.orphaned and taken.lease not in claimed_ids
-            and _goes_on(batch, taken, is_being_read)
+            and _may_go_on(batch, taken, is_being_read)
         ):
             return lease
     return None
 
 
-def _orphaned(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
+def _orphan_events(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
     """Return the events that orphan a lease, and with it the lease whose resource it was about to take over."""
     earlier = None if lease.held else leases.get(lease.taken.attaches)
     both = [lease] if earlier is None or earlier.orphaned else [lease, earlier]
@@ -120,7 +120,7 @@ def apply_change(
         case "released" if lease is not None:
             return [ev.LeaseReleased(lease=lease_id, by="owner")]
         case "left" if lease is not None and not lease.orphaned:
-            return [*_orphaned(leases, lease, change.reason)]
+            return [*_orphan_events(leases, lease, change.reason)]
     return []
 
 
@@ -141,12 +141,12 @@ def orphans(
             continue
         batch = batches.get(taken.batch_id)
         reason = end_of_attempt(batch, lives.get((taken.runner, taken.incarnation)), taken)
-        if reason and taken.attachable and lease.held and _goes_on(batch, taken, is_being_read):
+        if reason and taken.attachable and lease.held and _may_go_on(batch, taken, is_being_read):
             reason = ""
         if not reason and max(lease.expires, announced_at + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"
         if reason:
-            events |= {event.lease: event for event in _orphaned(leases, lease, reason)}
+            events |= {event.lease: event for event in _orphan_events(leases, lease, reason)}
     return [*events.values()]
 
 

@@ -237,10 +237,10 @@ class _Follower:
             self._output.write(key, experiences)
         except (PayloadNotFound, CorruptPayload) as e:  # a retry would fail too
             _LOG.warning("output %s skips %s: %s", self.name, key, e)
-            self._record(self._failure(key, recorded.position, e, retry=False))
+            self._record(self._failure_event(key, recorded.position, e, retry=False))
         except Exception as e:
             if self.error != f"{type(e).__name__}: {e}":  # record it once, not at every try
-                self._record(self._failure(key, recorded.position, e, retry=True))
+                self._record(self._failure_event(key, recorded.position, e, retry=True))
             raise
         else:
             self._record(ev.OutputWritten(
@@ -283,7 +283,7 @@ class _Follower:
         if not is_recorded.result():
             raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded")
 
-    def _failure(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
+    def _failure_event(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
         """Return the event that a write failed, with at most 2,000 characters of the error."""
         text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
         return ev.OutputFailed(output=self.name, key=key, position=position, error=text, retry=retry)

@@ -103,7 +103,7 @@ class Pipeline:
             seen[label] += 1
             if seen[label] > 1:
                 label = f"{label}_{seen[label]}"
-            self._operators.append((label, _build(name, entry.get("args") or {})))
+            self._operators.append((label, _build_operator(name, entry.get("args") or {})))
         self._models = models
         self._passed_models: dict[str, Mapping[str, list[Any]]] = {}
         self._prepared: set[str] = set()
@@ -154,7 +154,7 @@ class Pipeline:
         began = clock()
         for label, operator in self._operators:
             start = clock()
-            experiences, operator_metrics = self._operate(label, operator, experiences, is_part)
+            experiences, operator_metrics = self._run_operator(label, operator, experiences, is_part)
             part.metrics.append(operator_metrics)
             after = Counter(e.eid.uid for e in experiences)
             if lost := remaining - after:
@@ -166,7 +166,7 @@ class Pipeline:
         part.experiences, part.selected = experiences, len(experiences)
         return part
 
-    def _operate(self, label: str, operator: Operator, experiences: list[Experience], is_part: bool) -> Operated:
+    def _run_operator(self, label: str, operator: Operator, experiences: list[Experience], is_part: bool) -> Operated:
         """Run one operator, and return its experiences and metrics. Raises PipelineError."""
         eligible, error = _without_bad_runs(experiences, partial(_require_fields, getattr(operator, "needs", ())))
         try:
@@ -300,7 +300,7 @@ def _entry_name(entry: Mapping[str, Any]) -> str:
     return name
 
 
-def _build(name: str, args: Mapping[str, Any]) -> Operator:
+def _build_operator(name: str, args: Mapping[str, Any]) -> Operator:
     """Build and return an operator. Raises ConfigError."""
     operator: Operator = build(
         "operator", name, args, OPERATORS, "a class with process(experiences) -> (experiences, metrics)"

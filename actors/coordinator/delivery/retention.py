@@ -86,7 +86,7 @@ class Retention:
                 if not last_deletion_finished:
                     self._finish_last_deletion()
                     last_deletion_finished = True
-                while self._free():
+                while self._delete_next_group():
                     pass
             except LogError as e:  # for instance the database is away: the next acknowledgement retries
                 _LOG.warning("nothing was freed: %s", e)
@@ -102,7 +102,7 @@ class Retention:
         freed_at = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         return {stream: row for stream, row in rows.items() if freed_at.get(stream, 0) < row.first_position}
 
-    def _free(self) -> bool:
+    def _delete_next_group(self) -> bool:
         """Delete the payloads of a group of batches. Returns False if there is none, or the event was not recorded."""
         kept = self._kept_rows()
         streams = self._candidates(kept)

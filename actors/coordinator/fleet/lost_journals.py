@@ -87,7 +87,7 @@ class LostJournals:
                     self._requested_units.add(lost)
                     units_by_life.setdefault(life, []).append(lost)
         for life, units in units_by_life.items():
-            self._live.when_durable(partial(self._read, life, units))
+            self._live.when_durable(partial(self._read_journal, life, units))
 
     def cut(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
         """For a batch that cuts its open tasks, store the journals' records of its open units as payloads. Then call
@@ -113,7 +113,7 @@ class LostJournals:
 
         self._live.run_in_thread(read, done)
 
-    def _read(self, life: Life, units: list[_LostUnit]) -> None:
+    def _read_journal(self, life: Life, units: list[_LostUnit]) -> None:
         """Have a thread store the records of these units from a journal, and record the events that name them. Then
         delete the journal if its process has ended. If it can't be read, the runs begin again."""
 
@@ -122,14 +122,14 @@ class LostJournals:
                 _LOG.warning("the journal of %s #%d can't be read, so its runs begin again: %s", *life, events)
                 events = [None] * len(units)
             for lost, event in zip(units, events, strict=True):
-                self._record(lost, event)
+                self._record_kept(lost, event)
             if life not in self._living():
                 delete = lambda: self._journals().drop(life)  # noqa: E731
                 self._live.when_durable(lambda: self._live.run_in_thread(delete, lambda _: None))
 
         self._live.run_in_thread(lambda: self._store_records(life, units), done)
 
-    def _record(self, lost: _LostUnit, event: ev.AttemptKept | None) -> None:
+    def _record_kept(self, lost: _LostUnit, event: ev.AttemptKept | None) -> None:
         """Record the event of a lost unit's kept records (None: it has none), unless the unit changed meanwhile."""
         batch = self._live.batches.get(lost.batch_id)
         key = lost.unit.task, lost.unit.run_id_base
@@ -158,9 +158,9 @@ class LostJournals:
                     run_records.clear()
                 else:
                     run_records.append(frame)
-        return [self._kept_attempt(life, lost, records) for lost in units]
+        return [self._store_unit(life, lost, records) for lost in units]
 
-    def _kept_attempt(
+    def _store_unit(
         self, life: Life, lost: _LostUnit, records: dict[tuple[BatchId, str, int, int], list[bytes]]
     ) -> ev.AttemptKept | None:
         """Store a unit's records, after those of its earlier attempts, and return the event; None without records."""

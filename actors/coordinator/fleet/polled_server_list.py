@@ -65,7 +65,7 @@ class ServerList:
     def read(self) -> None:
         """Read the list once, and pass it to `on_list` or put its problems into `trouble`."""
         try:
-            urls, problems = read_lines(self._text())
+            urls, problems = read_lines(self._read_text())
         except (OSError, ValueError) as e:
             urls, problems = [], [str(e)]
         trouble = f"the list of servers ({self._settings.file or 'servers.command'}): {'; '.join(problems)}"
@@ -75,12 +75,12 @@ class ServerList:
         if not problems:
             self._on_list(urls)
 
-    def _text(self) -> str:
+    def _read_text(self) -> str:
         """Return the list's file, or the output of its command. Raises OSError, ValueError."""
         if self._settings.file:
             require_regular(self._settings.file)
             with Path(self._settings.file).open("rb") as file:
-                return _decoded(file.read(LIST_BYTES + 1))
+                return _decode_list(file.read(LIST_BYTES + 1))
         return self._command_output()
 
     def _command_output(self) -> str:
@@ -105,7 +105,7 @@ class ServerList:
         assert process.stdout is not None
         with process.stdout:
             try:
-                text = _decoded(process.stdout.read(LIST_BYTES + 1))
+                text = _decode_list(process.stdout.read(LIST_BYTES + 1))
                 process.wait()
             finally:
                 timer.cancel()
@@ -121,7 +121,7 @@ class ServerList:
         return text
 
 
-def _decoded(data: bytes) -> str:
+def _decode_list(data: bytes) -> str:
     """Return a list's bytes as text. Raises ValueError for more than LIST_BYTES, or if they are not UTF-8."""
     if len(data) > LIST_BYTES:
         raise ValueError(f"the list has more than {LIST_BYTES:,} bytes: write one URL on each line")

@@ -145,14 +145,15 @@ class RunnerLifecycle:
                     take(report)
                     self.live.when_durable(lambda: self.live.run_in_thread(delete, lambda _: None))
 
-            self.live.run_in_thread(lambda: replace(message, outcomes=[*map(self._unpacked, message.outcomes)]), done)
+            unpack = lambda: replace(message, outcomes=[*map(self._unpack_outcome, message.outcomes)])  # noqa: E731
+            self.live.run_in_thread(unpack, done)
 
-    def _unpacked(self, outcome: UnitOutcome) -> UnitOutcome:
+    def _unpack_outcome(self, outcome: UnitOutcome) -> UnitOutcome:
         """Return an outcome with its results read from the payload store; a failed outcome if they are lost there."""
         try:
             return unpack_results(outcome, self.live.payloads)
         except (PayloadNotFound, CorruptPayload) as e:  # they are in the log already, or the unit has to run again
-            return _failed(outcome, "infra", f"its results are lost: {e}")
+            return _failed_outcome(outcome, "infra", f"its results are lost: {e}")
 
     def on_outcomes(self, message: OutcomeReport) -> None:
         """Record the outcomes in a report, and acknowledge it when they are durable."""
@@ -180,10 +181,10 @@ class RunnerLifecycle:
 
 def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
     """Return a failed outcome for a unit whose results or error messages the log can't hold."""
-    return _failed(outcome, "workflow", f"its outcome can't be recorded: {error}")
+    return _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {error}")
 
 
-def _failed(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
+def _failed_outcome(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
     """Return an outcome of the same unit in which all runs failed for this reason."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     return UnitOutcome(

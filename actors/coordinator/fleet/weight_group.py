@@ -1,9 +1,7 @@
 """Coordinator's side of the process group over which a trainer sends weights to the engines.
 
-A group can be used while the serving runners are exactly the processes that joined it. If a runner dies, or another
-coordinator takes over, runners load weights from shared memory, and the trainer forms a new group before its next
-version.
-"""
+A group is whole while the serving runners are exactly the processes that joined it. If a runner dies, or another
+coordinator takes over, runners load weights from shared memory until the trainer forms a new group."""
 
 from __future__ import annotations
 

@@ -158,20 +158,20 @@ class BatchHandlers:
             return
         if batch.missing is not None and (request.command.groups or 0) > batch.missing.usable:
             # The pipeline would leave the same again.
-            self.router.reply(request, error=_too_few(batch_id, batch.missing))
+            self.router.reply(request, error=_too_few_groups(batch_id, batch.missing))
             return
         if timeout is not None:
-            self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+            self.actor.after(timeout, f"finalize:{request.id}", lambda: self._on_timeout(request, batch_id))
         others = [w for w in self.waiters.get(batch_id, []) if w.request.id != request.id]
         self.waiters[batch_id] = [*others, Waiter(request)]
         self.check_finalize([batch_id])
 
-    def _timed_out(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
+    def _on_timeout(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
         """Answer with FinalizeTimeout, unless the batch has ended or is in the pipeline."""
         waiters = self.waiters.get(batch_id, [])
         batch = self.live.batches.get(batch_id)
         if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read again
-            self.actor.after(1.0, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+            self.actor.after(1.0, f"finalize:{request.id}", lambda: self._on_timeout(request, batch_id))
             return
         if batch is None or batch.state is BatchLifecycleState.FINALIZING:
             return  # its answer follows
@@ -283,7 +283,7 @@ class BatchHandlers:
         if result.usable < batch.groups:
             missing = batches.groups_missing(batch, result.lost_counts, result.usable)
             self.live.record_batch(batch_id, [missing])
-            self._answer_waiters(batch_id, None, _too_few(batch_id, missing))
+            self._answer_waiters(batch_id, None, _too_few_groups(batch_id, missing))
             return
         events = batches.finalized(
             batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
@@ -357,7 +357,7 @@ class BatchHandlers:
         self.run_job(fingerprint(request), PipelineJob(request.command.refs, done))
 
 
-def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
+def _too_few_groups(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
     """Return the error for a client that requires more groups than the pipeline left."""
     return TooFewGroups(
         f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "

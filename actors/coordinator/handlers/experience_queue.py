@@ -283,11 +283,11 @@ class ExperienceQueue:
     def _answer_with_items(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
         """Answer with the locations of the taken experiences, or with the error if their payloads were deleted."""
         try:
-            self._router.reply(request, [self._location(item) for item in items])
+            self._router.reply(request, [self._item_location(item) for item in items])
         except PayloadNotFound as e:
             self._router.reply(request, error=e)
 
-    def _location(self, item: ev.TakenItem) -> TakenExperiences:
+    def _item_location(self, item: ev.TakenItem) -> TakenExperiences:
         """Return the location of a taken item's experiences. If its batch has left the queue, read it from the log."""
         stream = batch_stream(item.batch_id)
         delivery = self._live.queue.deliveries.get((stream, item.version))

@@ -109,9 +109,9 @@ class RunnerHandlers:
                     self.actor.send(runner.address, QueryActivity(runner.incarnation))
         self._questions[question_id] = question
         if question.silent_names:
-            self.actor.after(ANSWER_SECONDS, f"states:{question_id}", lambda: self._finish(question_id))
+            self.actor.after(ANSWER_SECONDS, f"states:{question_id}", lambda: self._finish_question(question_id))
         else:
-            self._finish(question_id)
+            self._finish_question(question_id)
 
     def on_activity(self, message: RunnerActivity) -> None:
         """Add a runner's state to all questions that wait for it."""
@@ -122,9 +122,9 @@ class RunnerHandlers:
                 question.answers[message.name] = message.state
                 if not question.silent_names:
                     self.actor.cancel(f"states:{question_id}")
-                    self._finish(question_id)
+                    self._finish_question(question_id)
 
-    def _finish(self, question_id: str) -> None:
+    def _finish_question(self, question_id: str) -> None:
         """Pass the states to the question's `done`. For runners that did not answer, these are the recorded states."""
         question = self._questions.pop(question_id)
         known_names = question.answers.keys() | self.registry.runners.keys()  # after a reload runners are missing

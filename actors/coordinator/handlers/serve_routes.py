@@ -71,7 +71,7 @@ class RouteHandlers:
         """At the end of a turn, answer the open polls if the table has changed."""
         if not self._proxies:
             return
-        table = [_route(r) for r in self._registry.staying() if r.life.served]
+        table = [_route_row(r) for r in self._registry.staying() if r.life.served]
         if table != self._table:
             self._table, self._table_number = table, self._table_number + 1
             for proxy in self._proxies.values():
@@ -103,7 +103,7 @@ class RouteHandlers:
             load()
 
 
-def _route(runner: RunnerRecord) -> EngineRoute:
+def _route_row(runner: RunnerRecord) -> EngineRoute:
     """Return a runner's row in the table. `serving` is False if its engine loads weights or lacks adapters."""
     return EngineRoute(
         runner=runner.name, incarnation=runner.incarnation, endpoint=runner.endpoint,

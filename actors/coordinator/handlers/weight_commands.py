@@ -52,7 +52,7 @@ class LoadHandlers:
             command.version, command.path, command.method, again=command.again)
 
         def answer() -> SyncedWeights:
-            runners = self._runners_that(lambda r: r.model_version == command.version)
+            runners = self._matching_runners(lambda r: r.model_version == command.version)
             return SyncedWeights(version=command.version, runners=runners, from_group=from_group)
 
         self._wait(request, awaited, answer)
@@ -66,7 +66,7 @@ class LoadHandlers:
         ))
 
         def answer() -> SyncedAdapter:
-            runners = self._runners_that(lambda r: r.adapters.get(command.adapter) == command.version)
+            runners = self._matching_runners(lambda r: r.adapters.get(command.adapter) == command.version)
             return SyncedAdapter(adapter=command.adapter, version=command.version, runners=runners)
 
         self._wait(request, awaited, answer)
@@ -85,26 +85,27 @@ class LoadHandlers:
         awaited = self.weights.group.join(request.id, request.command)
         joined = JoinedRunners(runners=sorted(awaited.waiting_on))
         for other in [r for r, _, _ in self._waiting.values() if isinstance(r.command, JoinWeightGroup)]:
-            self._end(other.id, "another group is being made")
+            self._end_wait(other.id, "another group is being made")
         self._wait(request, awaited, lambda: joined)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
-    def _runners_that(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
+    def _matching_runners(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
         return sorted(r.name for r in self.weights.registry.rollout() if fulfil(r))
 
     def _wait(self, request: LoadRequest, awaited: Awaited, answer: Callable[[], Any]) -> None:
         """Answer a request when its runners are done, or with an error after its timeout."""
         timeout = request.command.timeout
         self._waiting[request.id] = request, awaited, answer
-        self.actor.after(timeout, f"loads:{request.id}", lambda: self._end(request.id, f"no answer in {timeout} s"))
+        time_out = lambda: self._end_wait(request.id, f"no answer in {timeout} s")  # noqa: E731
+        self.actor.after(timeout, f"loads:{request.id}", time_out)
 
     def check(self) -> None:
         """At the end of a turn, answer the requests whose runners have all carried out their orders."""
         for request_id, (_, awaited, _) in list(self._waiting.items()):
             if not awaited.waiting_on:
-                self._end(request_id)
+                self._end_wait(request_id)
 
-    def _end(self, request_id: str, timed_out: str = "") -> None:
+    def _end_wait(self, request_id: str, timed_out: str = "") -> None:
         """End a wait, and answer its request. `timed_out` is the error for each runner that has not answered."""
         request, awaited, answer = self._waiting.pop(request_id)
         self.actor.cancel(f"loads:{request_id}")

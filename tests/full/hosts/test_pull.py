@@ -287,7 +287,7 @@ def test_who_has_not_the_key_gets_nothing(head: Head, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "..", "a/b", ""])
 def test_a_head_s_file_lies_in_the_folder_and_nowhere_else(name: str) -> None:
     with pytest.raises(NotOurs, match="listed a file named"):
-        folder_puller._checked_file(name, 1, (1, 1, 1))
+        folder_puller._parse_file(name, 1, (1, 1, 1))
 
 
 @pytest.mark.parametrize("asked", ["4", "-1", "..%2f..%2fetc%2fpasswd", "config.json"])

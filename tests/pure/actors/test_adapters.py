@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.adapters import MODULES, SHAPES, make_adapter, published, tensors_of
 from trinity_es.actors.coordinator.decisions import adapter_decisions as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
-from trinity_es.actors.coordinator.handlers.serve_routes import _route
+from trinity_es.actors.coordinator.handlers.serve_routes import _route_row
 from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.interface import Completion, EngineConfig, LoRASettings, Sampling
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
@@ -273,6 +273,6 @@ async def test_files_that_changed_before_vllm_read_them_are_not_served(
 
 def test_a_proxy_sends_nothing_to_an_engine_that_has_not_all_adapters_yet() -> None:
     runner = RunnerRecord(LIFE)
-    assert not _route(runner)["serving"]
+    assert not _route_row(runner)["serving"]
     runner.has_adapters = True
-    assert _route(runner)["serving"]
+    assert _route_row(runner)["serving"]
