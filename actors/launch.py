@@ -32,7 +32,7 @@ from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent_class, i
 from trinity_es.actors.messages import Configure
 from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.sealed_transport import AuthenticatedSystemBase
-from trinity_es.actors.server_addresses import past_proxies
+from trinity_es.actors.server_addresses import no_proxy_variables
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import raise_file_limit
 from trinity_es.events.store.checks.log_end import claims_of
@@ -66,7 +66,7 @@ def main(setup_path: str) -> int:
     _import_engines(config)
     gc.enable()
     gc.freeze()  # the imports stay, so garbage collection in the actors, which are forks, need not visit them
-    os.environ.update(past_proxies(os.environ, config.system.address))  # also for workflows and their programs
+    os.environ.update(no_proxy_variables(os.environ, config.system.address))  # also for workflows and their programs
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it; then the admin dies with its logger
     key = read_key()

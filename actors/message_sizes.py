@@ -13,7 +13,7 @@ from trinity_es.actors.requests import LIMIT
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import RunResult
 
-__all__ = ["LARGEST_RESULTS", "grouped", "outcome_size", "pack_results", "shortened", "unpack_results"]
+__all__ = ["LARGEST_RESULTS", "outcome_size", "pack_results", "shorten_error", "split_by_size", "unpack_results"]
 
 LARGEST_RESULTS = 256 * 2**20
 """Maximum size in bytes of one unit's results as JSON. They become one event, and a database row holds up to 1 GB."""
@@ -24,7 +24,7 @@ ERROR_LENGTH = 4000
 _T = TypeVar("_T")
 
 
-def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
+def split_by_size(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
     """Split items into groups that each fit in a message. Without items, there is one empty group. `size` returns the
     bytes of an item as JSON."""
     groups: list[list[_T]] = [[]]
@@ -39,7 +39,7 @@ def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
     return groups
 
 
-def shortened(message: str) -> str:
+def shorten_error(message: str) -> str:
     """Return an error's text cut to `ERROR_LENGTH` and as valid UTF-8, since a file name in it may not be UTF-8."""
     return message[:ERROR_LENGTH].encode(errors="replace").decode()
 

@@ -11,7 +11,7 @@ from trinity_es.events.errors import WorkflowError
 if TYPE_CHECKING:
     import openai
 
-__all__ = ["Endpoint", "async_client", "client", "from_openai"]
+__all__ = ["Endpoint", "async_client", "client", "is_openai_error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     return _build_client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
 
-def from_openai(error: BaseException) -> bool:
+def is_openai_error(error: BaseException) -> bool:
     """Return True if this error, or one in its chain of causes, comes from an OpenAI client."""
     current: BaseException | None = error
     while current is not None:

@@ -17,13 +17,16 @@ from typing import Any
 
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 
-__all__ = ["build", "did_you_mean", "find", "lacking", "load", "look_in", "registered", "resolve", "way_out"]
+__all__ = [
+    "add_import_folders", "build", "did_you_mean", "find", "load", "missing_attribute", "name_suggestion", "registered",
+    "resolve",
+]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
 """Former names of modules, which logs of earlier releases contain, and their present names."""
 
 
-def look_in(*folders: str, first: bool = True) -> None:
+def add_import_folders(*folders: str, first: bool = True) -> None:
     """Add folders to the import path: before all others, or after them with `first=False`."""
     index = 0 if first else len(sys.path)
     sys.path[index:index] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
@@ -37,7 +40,7 @@ def load(path: str) -> Any:
     return attrgetter(attribute)(imported) if attribute else imported
 
 
-def lacking(path: str) -> str:
+def missing_attribute(path: str) -> str:
     """Return a sentence that the module of "module:Class" has no such attribute, with a similar name if there is one.
     Returns "" if the module has the attribute, or is not imported."""
     name, _, attribute = path.partition(":")
@@ -96,7 +99,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
     try:
         factory = load(path)
     except Exception as e:  # importing runs a user's module, which may raise anything
-        missing = lacking(path) if isinstance(e, AttributeError) else ""
+        missing = missing_attribute(path) if isinstance(e, AttributeError) else ""
         if missing:
             raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
         raise ConfigError(
@@ -124,11 +127,11 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
-        raise UnknownWorkflow(f"{what} {name!r} is not registered (known: {known}){way_out(name, registry)}")
+        raise UnknownWorkflow(f"{what} {name!r} is not registered (known: {known}){name_suggestion(name, registry)}")
     try:
         return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
-        missing = lacking(path) if isinstance(e, AttributeError) else ""
+        missing = missing_attribute(path) if isinstance(e, AttributeError) else ""
         if missing:
             raise UnknownWorkflow(f"{what} {name!r}: {missing}") from e
         raise UnknownWorkflow(
@@ -137,7 +140,7 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
         ) from e
 
 
-def way_out(name: str, registered: Iterable[str]) -> str:
+def name_suggestion(name: str, registered: Iterable[str]) -> str:
     """Return the end of an error about an unregistered name. It suggests a similar name, or to register this one."""
     return did_you_mean(name, registered) or '; register it, or give it as "module:name"'
 

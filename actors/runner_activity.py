@@ -21,7 +21,7 @@ from typing import Any
 
 from trinity_es.events.store.records.clock import steady_clock
 
-__all__ = ["SHOWN_RUNS", "RunActivity", "runner_state", "table"]
+__all__ = ["SHOWN_RUNS", "RunActivity", "runner_state", "states_table"]
 
 SHOWN_RUNS = 64
 """Maximum number of rows in a runner's state, which travels in a message."""
@@ -95,7 +95,7 @@ def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
     return {**fields, **run, **runs}
 
 
-def table(states: Mapping[str, Mapping[str, Any]]) -> str:
+def states_table(states: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the states of runners as a table for people, one line each."""
     headings = ("runner", "model", "state", "version", "units", "playing", "longest", "for s")
     rows = [headings]

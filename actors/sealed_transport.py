@@ -54,7 +54,7 @@ from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, fr
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import end_with_parent, raise_file_limit
 
-__all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
+__all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening_addresses", "listening_host"]
 
 WARN_SECONDS = 5.0
 """Interval between two warnings of one process, so that constant rubbish does not fill the disk."""
@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------
-def listening(pid: int) -> list[tuple[str, int]]:
+def listening_addresses(pid: int) -> list[tuple[str, int]]:
     """Return the addresses and ports on which a process of this user listens; [] if it is gone."""
     with contextlib.suppress(psutil.Error):
         connections = psutil.Process(pid).net_connections("tcp4")
@@ -97,9 +97,9 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return []
 
 
-def listens_at(pid: int, port: int) -> str:
+def listening_host(pid: int, port: int) -> str:
     """Return the address on which a process of this user listens on this port; 127.0.0.1 if it does not listen."""
-    return next((host for host, other_port in listening(pid) if other_port == port), "127.0.0.1")
+    return next((host for host, other_port in listening_addresses(pid) if other_port == port), "127.0.0.1")
 
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------

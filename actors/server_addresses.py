@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-__all__ = ["checked_url", "is_loopback", "past_proxies"]
+__all__ = ["checked_url", "is_loopback", "no_proxy_variables"]
 
 _PORTS = {"http": 80, "https": 443}
 
@@ -41,7 +41,7 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
+def no_proxy_variables(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
     """Return values for NO_PROXY and no_proxy: those of the environment `variables`, plus loopback and these addresses.
 
     Both get the same value, since HTTP clients differ in which of the two they read or prefer.

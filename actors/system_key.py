@@ -15,7 +15,7 @@ import stat
 
 from trinity_es.events.errors import WrongKey
 
-__all__ = ["FILE_VARIABLE", "KEY_VARIABLE", "engine_token", "host_key", "key_place", "make_key", "read_key"]
+__all__ = ["FILE_VARIABLE", "KEY_VARIABLE", "engine_token", "key_source", "make_key", "read_host_key", "read_key"]
 
 KEY_VARIABLE = "TRINITY_ES_KEY"
 """Environment variable with the key itself. If it is set, no file is read."""
@@ -39,7 +39,7 @@ def make_key(path: str) -> None:
         file.write(secrets.token_hex(32) + "\n")
 
 
-def key_place(path: str) -> str:
+def key_source(path: str) -> str:
     """Return where `read_key(path)` takes the key from, for errors: the environment variable, or the file."""
     return f"the environment variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else f"the file {path}"
 
@@ -48,10 +48,10 @@ def read_key(path: str | None = None) -> bytes:
     """Return the system's key, from the environment or the file `path` (a system's own process passes no path). Raises
     WrongKey if there is no key, or if another user could have read it."""
     path = os.environ.get(FILE_VARIABLE, "") if path is None else path
-    return _parse_key(os.environ.get(KEY_VARIABLE) or _read_key_file(path, _NO_SYSTEM_KEY), key_place(path))
+    return _parse_key(os.environ.get(KEY_VARIABLE) or _read_key_file(path, _NO_SYSTEM_KEY), key_source(path))
 
 
-def host_key(path: str) -> bytes:
+def read_host_key(path: str) -> bytes:
     """Return the key that hosts share, from the file `path` (`hosts.key_file`). Without a path, it is the system's key.
     Raises WrongKey."""
     return _parse_key(_read_key_file(path, _NO_HOST_KEY), f"the file {path}") if path else read_key()

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from trinity_es.actors.requests import Parcel
-from trinity_es.actors.validation_errors import sentence
+from trinity_es.actors.validation_errors import error_sentence
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, require_batch_id, shown
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
@@ -185,7 +185,7 @@ def read_fields(cls: type[Any], name: str, value: Any) -> Any:
     try:
         return _type_adapter(cls).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as e:
-        text = sentence(e.errors(include_url=False)[0], "it")
+        text = error_sentence(e.errors(include_url=False)[0], "it")
         raise DataError(f"{name}: {text if len(text) <= _ERROR_LENGTH else text[:_ERROR_LENGTH] + '...'}") from None
 
 

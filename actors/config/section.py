@@ -13,7 +13,7 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.secrets import Secret, unmarked
 from trinity_es.events.values import require_finite
 
-__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text", "matching"]
+__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text", "must_match"]
 
 
 def _check_plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _check_text(value: Any, check: Callable[[Any], str]) -> str:
     return Secret(check(value)) if isinstance(value, Secret) else check(value)
 
 
-def matching(pattern: str, form: str) -> AfterValidator:
+def must_match(pattern: str, form: str) -> AfterValidator:
     """Return a validator of texts that must match `pattern` as a whole; `form` describes them in its error."""
 
     def check(value: str) -> str:
@@ -48,9 +48,9 @@ Args = Annotated[dict[str, Any], AfterValidator(_check_plain)]
 """Arguments of another class, as plain JSON values."""
 Text = Annotated[str, WrapValidator(_check_text)]
 """A text. If it is a secret, it is a `Secret`."""
-FileName = Annotated[str, matching(r"\w[\w.\- ]*", "usable as a folder name (letters, digits, _ - .)")]
-ImportName = Annotated[str, matching(r"[\w.]+(:[\w.]+)?", 'a registered name or "module:Class"')]
-ClassPath = Annotated[str, matching(r"[\w.]+:[\w.]+", '"module:name"')]
+FileName = Annotated[str, must_match(r"\w[\w.\- ]*", "usable as a folder name (letters, digits, _ - .)")]
+ImportName = Annotated[str, must_match(r"[\w.]+(:[\w.]+)?", 'a registered name or "module:Class"')]
+ClassPath = Annotated[str, must_match(r"[\w.]+:[\w.]+", '"module:name"')]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 

@@ -33,7 +33,7 @@ from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
 from trinity_es.actors.coordinator.fleet.external_servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
-from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives, listening, place_of_head
+from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners, lease_fields, start_head
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
@@ -59,7 +59,7 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
-from trinity_es.actors.plugin_lookup import look_in
+from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
 from trinity_es.actors.system_end_checks import StoreWatch
@@ -110,14 +110,14 @@ class Coordinator(BaseActor):
         self.guardian, self.admin = sender, message.admin
         self.alive, self.hosts_heard = message.alive, message.hosts_heard
         self.open_log(config.system.log_dir, "coordinator")
-        look_in(config.code_path, config.started_in)
+        add_import_folders(config.code_path, config.started_in)
         self.start_watch()
         self.beat()
         self.host = socket.gethostname()
         token = engine_token(read_key()) if config.auxiliary else ""
         self.operator_models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
-        place, self.certificate = place_of_head(config.hosts)
+        place, self.certificate = lease_fields(config.hosts)
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
@@ -178,7 +178,7 @@ class Coordinator(BaseActor):
             return
         self.leader_lock = LeaderLock(self.config.store.url)
         hosts_while_running = lambda: self.hosts if self.running else None  # noqa: E731
-        listener = listening(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
+        listener = start_head(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, listener, epoch=self.require_session().lease.epoch,
             handle=self._handle, end_runner=lambda death: self._handle(death, None),
@@ -211,7 +211,7 @@ class Coordinator(BaseActor):
         if session.lease.copied_from:
             self.log.warning("the log is a copy of %s, which keeps its open leases", session.lease.copied_from)
             self.handlers.leases.give_up_all()
-        alive = {**self.alive, **far_lives(self.live.hosts, self.live.lives)}
+        alive = {**self.alive, **far_runners(self.live.hosts, self.live.lives)}
         self.handlers.batches.recover(alive)
         self.handlers.journals.begin(alive)
         session.start_writer()

@@ -25,7 +25,7 @@ from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_size_limit import cut_long_files, standard_output_file
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.runner.actor import Runner, import_ahead
-from trinity_es.actors.system_end_checks import end_processes, owner_gone
+from trinity_es.actors.system_end_checks import end_processes, owner_end_reason
 from trinity_es.events.store.checks.log_end import Claim
 
 __all__ = ["NAME", "Guardian", "host_agent_class", "import_ahead"]
@@ -261,7 +261,7 @@ class Guardian(BaseActor):
     def check(self) -> None:
         """End the system if its owner has ended. End overdue children, cut long logs, repeat some messages."""
         self.after(CHECK_SECONDS, "check", self.check)
-        if reason := owner_gone(self.admin["owner"]):
+        if reason := owner_end_reason(self.admin["owner"]):
             self.end(reason)
         overdue = self.supervision.find_overdue(self.now())
         for path in set(cut_long_files(self.log_files)) - self.cut_files:

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = [
     "CHECK_SECONDS", "ENDED", "GONE", "HELLO_SECONDS", "Child", "Policy", "Supervision", "coordinator_pause",
-    "counted_ends", "runner_pause", "short_lives",
+    "count_short_lives", "counted_ends", "runner_pause",
 ]
 
 GONE = frozenset({"waiting", "quarantined", "down"})
@@ -75,7 +75,7 @@ def runner_pause(policy: Policy, end_count: int, chance: float) -> float | None:
     return None if end_count > policy.restarts else _backoff(policy, end_count, chance)
 
 
-def short_lives(policy: Policy, count_before: int, served_seconds: float) -> int:
+def count_short_lives(policy: Policy, count_before: int, served_seconds: float) -> int:
     """Return how many coordinators in a row had a short life: `count_before`, plus the one that ended after
     `served_seconds`. A longer life resets the count to 0."""
     return 0 if served_seconds >= policy.short_life else count_before + 1
@@ -100,7 +100,7 @@ class Child:
     """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
     """Times of the ends that count for a quarantine."""
-    short_lives: int = 0
+    count_short_lives: int = 0
     """For the coordinator: number of short lives in a row."""
     state: str = "starting"
     seen: float = 0.0
@@ -190,7 +190,7 @@ class Supervision:
             child.deaths = counted_ends(self.policy, child.deaths, now, served_seconds)
         pause: float | None
         if child.is_coordinator():
-            child.short_lives = short_lives(self.policy, child.short_lives, served_seconds)
+            child.short_lives = count_short_lives(self.policy, child.short_lives, served_seconds)
             pause = coordinator_pause(self.policy, child.short_lives, chance)
         else:
             pause = 0.0 if asked else runner_pause(self.policy, len(child.deaths), chance)

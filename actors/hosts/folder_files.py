@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileFacts", "FolderName", "digests_of", "listing"]
+__all__ = ["FileFacts", "FolderName", "hash_files", "list_files"]
 
 _TRAINER_FILES = ("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state*", "scaler*")
 """Names of files that a trainer leaves beside weights and no engine reads."""
@@ -55,7 +55,7 @@ class FileFacts:
     """Its inode, and the times when its content and its inode changed, in nanoseconds."""
 
 
-def listing(folder: Path) -> list[FileFacts]:
+def list_files(folder: Path) -> list[FileFacts]:
     """Return the files of a folder that an engine may read, sorted by name. Raises OSError, also if there are none. It
     follows links, since the cache of Hugging Face's hub consists of them."""
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
@@ -74,7 +74,7 @@ def listing(folder: Path) -> list[FileFacts]:
     return files
 
 
-async def digests_of(folder: Path, files: Sequence[FileFacts], threads: Executor) -> list[str]:
+async def hash_files(folder: Path, files: Sequence[FileFacts], threads: Executor) -> list[str]:
     """Return the SHA-256 of each file, computed in `threads`. Raises OSError, also if a file's size has changed."""
     loop = asyncio.get_running_loop()
     return list(await asyncio.gather(

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import ClientSession
 
-from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_of, listing
+from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, hash_files, list_files
 from trinity_es.actors.hosts.head_client import READ_BYTES, HeadDialer, NotOurs, Refused, raise_refusal
 from trinity_es.events.errors import SyncError, WrongKey
 from trinity_es.events.software_version import VERSION
@@ -163,7 +163,7 @@ class FolderPuller:
             pull.has_digests, pull.progress_at = True, time.monotonic()
         if pull.local is not None and [(f.name, f.size) for f in local_files] == [(f.name, f.size) for f in files]:
             try:
-                if await digests_of(pull.local, files, self._threads) == digests:
+                if await hash_files(pull.local, files, self._threads) == digests:
                     return pull.local
             except OSError:
                 pass  # it can't be read, so it is pulled
@@ -294,7 +294,7 @@ def _parse_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
 def _listing_or_empty(folder: Path | None) -> list[FileFacts]:
     """Return the files of a folder; [] without a folder, or if it can't be read."""
     try:
-        return [] if folder is None else listing(folder)
+        return [] if folder is None else list_files(folder)
     except OSError:
         return []
 

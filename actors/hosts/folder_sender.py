@@ -19,7 +19,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from trinity_es.actors.hosts.folder_files import FileFacts, digests_of, listing
+from trinity_es.actors.hosts.folder_files import FileFacts, hash_files, list_files
 
 __all__ = ["FolderSender"]
 
@@ -49,7 +49,7 @@ class FolderSender:
     async def listing_response(self, folder: Path) -> web.Response:
         """Return a response with a folder's id and its files, or with the reason why it can't be read."""
         try:
-            files = await asyncio.get_running_loop().run_in_executor(self._threads, listing, folder)
+            files = await asyncio.get_running_loop().run_in_executor(self._threads, list_files, folder)
         except OSError as e:
             return web.json_response({"unreadable": e.strerror or str(e)})
         id = hashlib.sha256(repr((folder, files)).encode()).hexdigest()[:32]
@@ -72,7 +72,7 @@ class FolderSender:
         id, (folder, files) = request.match_info["id"], self._folder_and_files(request)
         task = self._digest_tasks.get(id)
         if task is None:
-            task = self._digest_tasks[id] = asyncio.ensure_future(digests_of(folder, files, self._threads))
+            task = self._digest_tasks[id] = asyncio.ensure_future(hash_files(folder, files, self._threads))
         await asyncio.wait({task}, timeout=WAIT_SECONDS)
         if not task.done():
             return web.json_response({})

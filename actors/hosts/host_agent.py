@@ -22,7 +22,7 @@ from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.actors.hosts.pulled_loads import PulledLoads
-from trinity_es.actors.system_key import host_key
+from trinity_es.actors.system_key import read_host_key
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog
 
@@ -57,7 +57,7 @@ class HostAgent(BaseActor):
         self.connected_file = Path(config.system.log_dir) / "connected"
         self.show_connected(False)
         identity = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
-        key = partial(host_key, config.hosts.key_file)
+        key = partial(read_host_key, config.hosts.key_file)
         dialer = HeadDialer(config.host.name, key, self.find_head, config.hosts.timeout)
         self.loads = PulledLoads(
             FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), dialer),

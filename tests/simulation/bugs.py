@@ -31,7 +31,7 @@ def ack_before_append() -> Patch:
 
 def no_dedup() -> Patch:
     """Every outcome is accepted, even if another runner has the unit now."""
-    real = batches.outcome
+    real = batches.apply_outcome
 
     def outcome(batch: Any, runner: str, incarnation: int, result: Any, **more: Any) -> Any:
         if batch is None or batch.submission != result.submission or batch.state.ended:

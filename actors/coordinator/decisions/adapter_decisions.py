@@ -10,7 +10,7 @@ from trinity_es.events.errors import SyncError
 from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["excess", "excused", "has_all", "lacks", "load_result", "publish", "remove"]
+__all__ = ["apply_load_result", "excess_error", "excused_adapters", "has_all", "missing_error", "publish", "remove"]
 
 
 def publish(
@@ -61,7 +61,7 @@ def remove(adapters: Adapters, name: str) -> list[ev.Event]:
     return [] if isinstance(latest, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=latest.version)]
 
 
-def excess(adapters: Adapters, room: int) -> str:
+def excess_error(adapters: Adapters, room: int) -> str:
     """Return the error if there are more than `room` current adapters; "" if there are not, or if `room` is 0."""
     current = current_adapters(adapters)
     if room == 0 or len(current) <= room:
@@ -77,23 +77,23 @@ def has_all(adapters: Adapters, of_engine: Collection[str]) -> bool:
     return current_adapters(adapters).keys() <= set(of_engine)
 
 
-def lacks(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
+def missing_error(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
     """Return which current adapters an engine lacks, as a reason why it can't serve yet; "" if it lacks none.
     `of_engine` are the adapters that it has, `room` is the number that it can hold."""
     missing = sorted(current_adapters(adapters).keys() - set(of_engine)) if room else []
     if not missing:
         return ""
     names = f"{'adapter' if len(missing) == 1 else 'adapters'} {', '.join(missing)}"
-    return excess(adapters, room) or f"it has not loaded {names} yet, and tries again"
+    return excess_error(adapters, room) or f"it has not loaded {names} yet, and tries again"
 
 
-def excused(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str]:
+def excused_adapters(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str]:
     """Return the adapters that a runner failed to load and that no engine ever loaded (`loaded_once`). A new runner may
     serve without them, since no engine answers requests for them."""
     return {adapter for adapter, _, _ in result.errors} - set(loaded_once)
 
 
-def load_result(
+def apply_load_result(
     life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded_once: Collection[str], *, had_all: bool
 ) -> list[ev.Event]:
     """Return the events that record a runner's result of an order to load adapters.
@@ -111,7 +111,7 @@ def load_result(
         ev.AdapterFailed(runner=name, incarnation=incarnation, adapter=adapter, version=version, error=error)
         for adapter, version, error in result.errors
     ]
-    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded_once)
+    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused_adapters(result, loaded_once)
     fatal_errors = [error for error in result.errors if error[0] in missing]
     if fatal_errors and not had_all:
         failures = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in fatal_errors)

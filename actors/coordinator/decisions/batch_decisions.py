@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
-from trinity_es.actors.message_sizes import shortened
+from trinity_es.actors.message_sizes import shorten_error
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
@@ -26,8 +26,8 @@ from trinity_es.projections.batch import BatchState, Flight, batch_result
 from trinity_es.projections.host_states import host_of
 
 __all__ = [
-    "Capacity", "abort", "add", "dispatch", "finalize_failed", "finalized", "groups_missing", "outcome", "recovery",
-    "reopen", "require_batch", "require_runs", "runner_lost", "start_finalizing", "submit",
+    "Capacity", "abort", "add", "apply_outcome", "decide_recovery", "dispatch", "end_finalizing", "fail_finalizing",
+    "lose_runner", "reopen", "report_missing_groups", "require_batch", "require_runs", "start_finalizing", "submit",
 ]
 
 SLACK_PLACES = 0.25
@@ -124,7 +124,7 @@ def _prefers_task_runner(task_runner: Capacity, least_loaded: Capacity) -> bool:
     return task_runner.share <= least_loaded.share + SLACK_PLACES and not waits_only_there
 
 
-def outcome(
+def apply_outcome(
     batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, on_servers: bool = False
 ) -> list[ev.Event]:
     """Return the events that record a unit's outcome; none if the unit is settled or another runner has it now.
@@ -155,7 +155,7 @@ def outcome(
         events.append(ev.AttemptFailed(
             task=unit.task, run_id_base=unit.run_id_base, failed_runs=[run for run, _ in failures],
             attempt=unit.attempt, runner=runner, incarnation=incarnation, kind="infra" if goes_elsewhere else kind,
-            message=shortened(failures[0][1]),
+            message=shorten_error(failures[0][1]),
             retry=goes_elsewhere or (kind in RETRIED and (not blamed or _has_attempts_left(batch, unit))),
             seconds=result.seconds, blamed=blamed,
         ))
@@ -173,7 +173,7 @@ def _is_blamed_for_end(unit: ev.Unit, on_servers: bool) -> bool:
     return not on_servers or unit.attempt >= MOST_SERVERS_LOST
 
 
-def runner_lost(
+def lose_runner(
     batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, on_servers: bool = False,
     keys: Iterable[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
@@ -197,12 +197,12 @@ def _lost_attempt(batch: BatchState, flight: Flight, reason: str, *, blamed: boo
     return ev.AttemptFailed(
         task=unit.task, run_id_base=unit.run_id_base,
         failed_runs=list(range(unit.run_id_base, unit.run_id_base + unit.runs)), attempt=unit.attempt,
-        runner=flight.runner, incarnation=flight.incarnation, kind="runner_lost", message=shortened(reason),
+        runner=flight.runner, incarnation=flight.incarnation, kind="runner_lost", message=shorten_error(reason),
         retry=not blamed or _has_attempts_left(batch, unit), blamed=blamed,
     )
 
 
-def recovery(
+def decide_recovery(
     batch: BatchState, alive: Mapping[str, int], *, version: int, max_staleness: int | None = None
 ) -> list[ev.Event]:
     """Return the events of a new coordinator's decision on an open batch, with its reason.
@@ -234,7 +234,7 @@ def recovery(
     events: list[ev.Event] = [ev.RecoveryDecided(decision="resume", reason=reason)]
     reason = "its process did not outlive the actor system"
     for name, incarnation in sorted(lost_lives):
-        failures = runner_lost(batch, name, incarnation, reason, blamed=False)
+        failures = lose_runner(batch, name, incarnation, reason, blamed=False)
         units = [f.unit for f in batch.flights.values() if (f.runner, f.incarnation) == (name, incarnation)]
         redo_reason = f"{name} #{incarnation} had them: {reason}"
         events += [ev.RecoveryDecided(decision="redo", reason=redo_reason, units=units), *failures]
@@ -302,7 +302,7 @@ def start_finalizing(
     return [*events, ev.BatchFinalizing(groups=groups)]
 
 
-def finalized(
+def end_finalizing(
     batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
     dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
@@ -313,7 +313,7 @@ def finalized(
     )]
 
 
-def groups_missing(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
+def report_missing_groups(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
     """Return the event that the pipeline left only `usable` tasks, which is too few. `lost_counts` has, by cause, the
     number of tasks whose experiences it dropped; the event adds the failed tasks."""
     failed = sum(not batch.tasks[number].payloads for number in batch.ready_tasks())
@@ -321,9 +321,9 @@ def groups_missing(batch: BatchState, lost_counts: Mapping[str, int], usable: in
     return ev.GroupsMissing(usable=usable, missing=batch.groups - usable, lost=causes)
 
 
-def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
+def fail_finalizing(batch: BatchState, error: str) -> list[ev.Event]:
     """Return the event that the pipeline failed. It makes the batch RUNNING again, with all its results."""
-    return [ev.FinalizeFailed(error=shortened(error))]
+    return [ev.FinalizeFailed(error=shorten_error(error))]
 
 
 def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:
@@ -376,7 +376,7 @@ def reopen(
             for base in range(0, task.total_runs, size)
         ]
         events.append(ev.TaskReopened(
-            task=number, units=units, reason=shortened(reason), request=request,
+            task=number, units=units, reason=shorten_error(reason), request=request,
             finished=len(task.done) == task.total_runs, dropped=batch.dropped.get(number, ""),
             experiences=sum(result.experiences for result in task.done.values()),
         ))

@@ -11,7 +11,7 @@ from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.host_states import Hosts
 from trinity_es.projections.runner import Weights
 
-__all__ = ["Hello", "Refusal", "drain", "folder_of", "lose", "welcome"]
+__all__ = ["Hello", "Refusal", "admit", "drain", "find_folder", "lose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Refusal:
     for_good: bool
 
 
-def welcome(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
+def admit(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
     """Return the events that admit a host, or why it is refused. A host that only reconnects causes no events. `build`
     is this software's version. `connected` means that a host of this name is connected now."""
     if hello.build != build:
@@ -79,7 +79,7 @@ def drain(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     return [ev.HostDraining(host=name, epoch=host.epoch, reason=reason)]
 
 
-def folder_of(
+def find_folder(
     wanted: Mapping[str, Any], build: str, *, own_build: str, weights: Weights, adapters: Adapters,
     models: Mapping[str, str],
 ) -> str | Refusal:

@@ -2,7 +2,7 @@
 
 The functions are pure, from folded leases and batches and the time to events. A lease ends with the attempt that took
 it. If that attempt was lost, the next attempt at the run may take over its resource, under a lease of its own
-(`attachable`). A lease that its run will not release is orphaned: the coordinator records that, and then releases it.
+(`find_attachable`). A lease that its run will not release is orphaned: the coordinator records that, then releases it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
-    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "attachable", "due", "end_of_attempt", "give_up",
-    "orphans", "released",
+    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "apply_release", "end_of_attempt", "find_attachable",
+    "find_due", "find_orphans", "give_up",
 ]
 
 GRACE_SECONDS = 30.0
@@ -63,7 +63,7 @@ def _may_go_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: Is
     return any(has_run(batch.pending.get(key)) and is_being_read(batch, key) for key in batch.lost)
 
 
-def attachable(
+def find_attachable(
     leases: OpenLeases, batch: BatchState | None, change: LeaseChange, is_being_read: IsBeingRead
 ) -> OpenLease | None:
     """Return the lease of an earlier attempt whose resource the new lease in `change` may take over, if any."""
@@ -96,7 +96,7 @@ def apply_change(
 ) -> list[ev.Event]:
     """Return the events that record a run's change of a lease; none if the change is repeated or late.
 
-    `end_reason` is the result of `end_of_attempt`, `earlier` that of `attachable`; `now` is unix seconds. Raises
+    `end_reason` is the result of `end_of_attempt`, `earlier` that of `find_attachable`; `now` is unix seconds. Raises
     WorkflowError if a run that is over takes a lease.
     """
     lease_id = change.lease
@@ -124,7 +124,7 @@ def apply_change(
     return []
 
 
-def orphans(
+def find_orphans(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
     lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_being_read: IsBeingRead,
 ) -> list[ev.Event]:
@@ -150,7 +150,7 @@ def orphans(
     return [*events.values()]
 
 
-def due(
+def find_due(
     leases: Iterable[OpenLease], due_at: Mapping[str, float], max_group_sizes: Mapping[str, int],
     busy_providers: Container[str], now: float,
 ) -> dict[str, list[OpenLease]]:
@@ -176,7 +176,7 @@ def give_up(leases: Iterable[OpenLease]) -> list[ev.Event]:
     return [ev.LeaseReleased(lease=lease.taken.lease, by="owner") for lease in leases]
 
 
-def released(
+def apply_release(
     lease: OpenLease | None, lease_before: OpenLease, began_at: float, error: str, tries: int
 ) -> list[ev.Event]:
     """Return the event that records an attempt to release an orphaned lease, or none.

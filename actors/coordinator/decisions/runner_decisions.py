@@ -7,7 +7,7 @@ from trinity_es.actors.messages import RunnerDied, RunnerStatus
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["ended", "is_late", "reported"]
+__all__ = ["apply_death", "apply_report", "is_late"]
 
 
 def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
@@ -18,7 +18,7 @@ def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
     return life.incarnation > report.incarnation or life.state.gone
 
 
-def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
+def apply_report(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
     """Return the events that record the changes in a report. `life` is None if the runner has not reported to this
     coordinator; then its state is recorded again. `lacks` is why a failed runner with a ready engine stays failed."""
     name, incarnation = report.name, report.incarnation
@@ -53,7 +53,7 @@ def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> 
     return events
 
 
-def ended(life: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
+def apply_death(life: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
     """Return the events of a process's end; none if it is recorded already, or if a later process has begun.
 
     `life` is the runner's process that reported, else its newest in the log. The guardian repeats an end to each new

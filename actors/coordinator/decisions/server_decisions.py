@@ -15,10 +15,10 @@ from trinity_es.events.errors import DataError
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Server
 
-__all__ = ["has_retired", "is_drained", "listed", "scaled"]
+__all__ = ["apply_list", "apply_scale", "has_retired", "is_drained"]
 
 
-def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
+def apply_list(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
     """Return the events for the differences between the list and `servers`. `urls_before` is the previous reading of
     the list, None for the first. An empty list gives none, since a file is also empty while it is being rewritten."""
     current_urls = list(dict.fromkeys(urls))
@@ -38,7 +38,7 @@ def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iter
     return events
 
 
-def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
+def apply_scale(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
     """Return the events by which `trinity-es scale` adds and removes servers, even if the list has done so already.
     Raises DataError for an unknown server to remove, and for one that is both added and removed."""
     urls_to_add, urls_to_remove = list(dict.fromkeys(add)), list(dict.fromkeys(remove))

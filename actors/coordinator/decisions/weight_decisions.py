@@ -9,7 +9,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
 from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 
-__all__ = ["load_result", "publish"]
+__all__ = ["apply_load_result", "publish"]
 
 
 def publish(current: Weights, new: Weights, serving_runners: Sequence[str], *, again: bool = False) -> list[ev.Event]:
@@ -34,7 +34,9 @@ def publish(current: Weights, new: Weights, serving_runners: Sequence[str], *, a
     return [ev.WeightsPublished(version=new.version, path=new.path, method=new.method)]
 
 
-def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, path_gone: bool) -> list[ev.Event]:
+def apply_load_result(
+    life: RunnerLife, result: WeightsLoadResult, current: Weights, *, path_gone: bool
+) -> list[ev.Event]:
     """Return the events that record a runner's result of loading weights.
 
     A runner that could not load goes on with its old weights if it served before. A new runner fails, since no runner

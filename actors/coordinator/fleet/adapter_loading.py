@@ -44,7 +44,7 @@ class AdapterLoading:
         if runner.life.model != "rollout":
             return
         runner.adapters = dict(message.adapters)
-        excess = adapters.excess(self.live.adapters, self.room)
+        excess = adapters.excess_error(self.live.adapters, self.room)
         if excess and not runner.has_adapters:
             if runner.state is RunnerState.READY:
                 failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess)
@@ -68,7 +68,7 @@ class AdapterLoading:
         had_all = runner is not None and runner.incarnation == message.incarnation and runner.has_adapters
         if life.state is not RunnerState.FAILED or had_all:
             return ""
-        return adapters.lacks(self.live.adapters, message.adapters, self.room)
+        return adapters.missing_error(self.live.adapters, message.adapters, self.room)
 
     def on_death(self, name: str) -> None:
         """Stop waiting for a runner whose process ended."""
@@ -121,8 +121,8 @@ class AdapterLoading:
         if runner is None or runner.incarnation != message.incarnation:
             return
         message = replace(message, errors=[(a, version, clean_text(error)) for a, version, error in message.errors])
-        excused = adapters.excused(message, self.live.loaded_adapters)
-        self.live.record(*adapters.load_result(
+        excused = adapters.excused_adapters(message, self.live.loaded_adapters)
+        self.live.record(*adapters.apply_load_result(
             runner.life, message, self.live.adapters, self.live.loaded_adapters, had_all=runner.has_adapters
         ))
         runner.adapters = dict(message.adapters)

@@ -8,7 +8,7 @@ from functools import partial
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.message_sizes import grouped
+from trinity_es.actors.message_sizes import split_by_size
 from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.checks.log_end import Mark
@@ -16,7 +16,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.runner import RunnerState
 
-__all__ = ["Dispatcher", "ahead"]
+__all__ = ["Dispatcher", "units_ahead"]
 
 AHEAD_SECONDS = 0.1
 """Units wait in a runner to keep it busy for this time, while its outcomes travel (Little's law)."""
@@ -26,7 +26,7 @@ REST_SECONDS = 30.0
 """Time without units for a host that lacks something that a unit needs. It fails at once, so it would get all units."""
 
 
-def ahead(places: int, unit_seconds: float | None) -> int:
+def units_ahead(places: int, unit_seconds: float | None) -> int:
     """Return how many units may wait in a runner that runs `places` units at once. It is 0 for long units, so that no
     runner hoards the last ones. `unit_seconds` is the mean duration of its units; None before the first."""
     if unit_seconds is None:
@@ -97,7 +97,7 @@ class Dispatcher:
             self._room.put(Capacity(
                 name=name, incarnation=runner.incarnation, model_version=runner.model_version,
                 places=runner.life.places, load=self.live.in_flight.loads.get((name, runner.incarnation), 0),
-                limit=runner.life.places + ahead(runner.life.places, runner.unit_seconds),
+                limit=runner.life.places + units_ahead(runner.life.places, runner.unit_seconds),
             ))
 
     def _may_get_units(self, capacity: Capacity) -> bool:
@@ -155,10 +155,10 @@ class Dispatcher:
             message = RunUnits(runner.incarnation, group, acks, self._log_end())
             self.registry.sender.send(runner.address, message)
 
-        for group in in_groups(assignments):
+        for group in group_assignments(assignments):
             self.live.when_durable(partial(send, group))
 
 
-def in_groups(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
+def group_assignments(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
     """Split units into groups that each fit in a message. Without units, there is one empty group."""
-    return grouped(assignments, lambda assignment: 200 + len(assignment.task or b""))  # 200 bytes for the other fields
+    return split_by_size(assignments, lambda assignment: 200 + len(assignment.task or b""))  # 200 for other fields

@@ -14,7 +14,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["DynamicTimeout", "attempt_timeout", "measured"]
+__all__ = ["DynamicTimeout", "add_measurements", "attempt_timeout"]
 
 
 def attempt_timeout(
@@ -28,7 +28,7 @@ def attempt_timeout(
     return timeout if timeout < max_timeout else 0.0
 
 
-def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
+def add_measurements(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
     """Return the measurements with those of an ended batch added to `last`; None if it is no train step. `limits` are
     the keyword arguments of `attempt_timeout`."""
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
@@ -53,7 +53,7 @@ class DynamicTimeout:
 
     def record_attempt_times(self, batch: BatchState) -> None:
         """Record the durations of an ended batch's attempts, if the dynamic timeout is enabled."""
-        event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
+        event = add_measurements(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
             self._live.record(event)
 

@@ -65,7 +65,7 @@ class ServerFleet:
         if self._settings is None:
             return
         urls = self._urls
-        self._live.record(*servers.listed(self._live.servers, urls, self._urls_before))
+        self._live.record(*servers.apply_list(self._live.servers, urls, self._urls_before))
         self._urls_before = urls or self._urls_before
         leaving_before = self._registry.leaving
         self._registry.leaving = leaving_runners(self._live.servers)
@@ -90,7 +90,7 @@ class ServerFleet:
 
     def scale(self, add: Iterable[str], remove: Iterable[str]) -> None:
         """Add and remove servers on an operator's command. Raises DataError if that is not possible."""
-        self._live.record(*servers.scaled(self._live.servers, add, remove))
+        self._live.record(*servers.apply_scale(self._live.servers, add, remove))
         self.update()
 
     @property
@@ -146,7 +146,7 @@ class ServerFleet:
         for batch in list(self._live.batches.values()):
             units = self._live.in_flight.units_of(batch.batch_id, runner, incarnation)
             if units:
-                events = batches.runner_lost(batch, runner, incarnation, reason, blamed=False, keys=units)
+                events = batches.lose_runner(batch, runner, incarnation, reason, blamed=False, keys=units)
                 self._live.record_batch(batch.batch_id, events)
                 if record is not None and record.address is not None:
                     cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)

@@ -20,9 +20,9 @@ from trinity_es.actors.coordinator.decisions import host_decisions as hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.admission_answer import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
-from trinity_es.actors.hosts.host_comparison import facts
+from trinity_es.actors.hosts.host_comparison import machine_facts
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
-from trinity_es.actors.system_key import host_key
+from trinity_es.actors.system_key import read_host_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
 from trinity_es.projections.host_states import Host, Hosts, host_of, left_reason, lost_reason
@@ -31,7 +31,7 @@ from trinity_es.projections.runner import Lives, RunnerState
 if TYPE_CHECKING:
     from trinity_es.actors.hosts.link import HeadEnd
 
-__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening", "place_of_head"]
+__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_runners", "lease_fields", "start_head"]
 
 LOOK_SECONDS = 0.5
 """Interval between two checks for silent hosts."""
@@ -50,20 +50,20 @@ class FarProcess:
     name: str
 
 
-def far_lives(hosts: Hosts, lives: Lives) -> dict[str, int]:
+def far_runners(hosts: Hosts, lives: Lives) -> dict[str, int]:
     """Return the incarnation of each runner on another host whose process may be alive."""
     present_hosts = {host.name for host in hosts.values() if host.there}
     return {name: n for (name, n), life in lives.items() if host_of(name) in present_hosts and not life.state.gone}
 
 
-def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
+def lease_fields(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
     """Return the lease's fields by which hosts find the head, and a new certificate; None if no hosts may join."""
     certificate = Certificate.create() if settings.address else None
     digest = certificate.digest.hex() if certificate is not None else ""
     return {"hosts": settings.address, "certificate": digest}, certificate
 
 
-def listening(
+def start_head(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
@@ -82,11 +82,11 @@ def listening(
         post(call_if_open)
 
     head_end = HeadEnd(
-        (address.strip("[]"), int(port)), partial(host_key, settings.key_file), certificate, settings.timeout,
+        (address.strip("[]"), int(port)), partial(read_host_key, settings.key_file), certificate, settings.timeout,
         hello=lambda offer, where, answer: call_fleet(lambda fleet: fleet.hello(offer, where, answer)),
         take=lambda host, epoch, items: call_fleet(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: call_fleet(lambda fleet: fleet.on_disconnected(host, epoch, why, heard)),
-        facts=lambda: facts(folders()),
+        facts=lambda: machine_facts(folders()),
     )
     head_end.start()
     return head_end
@@ -147,7 +147,7 @@ class HostFleet:
             answer(Admission(refused="its request to join can't be read: does it run another version?", for_good=True))
             return
         is_connected = hello.name in self._connected_epochs
-        decision = hosts.welcome(self._live.hosts, hello, build=VERSION, connected=is_connected)
+        decision = hosts.admit(self._live.hosts, hello, build=VERSION, connected=is_connected)
         if isinstance(decision, hosts.Refusal):
             # Durable first: a head that was cut off believes all hosts lost, while another head leads and has them.
             refusal = Admission(refused=decision.reason, for_good=decision.for_good)
@@ -168,7 +168,7 @@ class HostFleet:
     def _folder_answer(self, offer: Mapping[str, Any]) -> Admission:
         """Return the answer to a host's request for a folder: the head's path, or a refusal."""
         wanted = offer["fetch"] if isinstance(offer["fetch"], Mapping) else {}
-        folder = hosts.folder_of(
+        folder = hosts.find_folder(
             wanted, str(offer.get("build")), own_build=VERSION, weights=self._live.weights,
             adapters=self._live.adapters, models=self._models,
         )

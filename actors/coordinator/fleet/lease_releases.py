@@ -37,11 +37,11 @@ class LeaseReleases:
         self._post = post
 
     def start(self, leases: Sequence[OpenLease], done: Done) -> None:
-        """Release leases of one provider in a process, then call `done` in the actor's loop: see `released`."""
+        """Call `release_in_process` in a thread, then `done` with its result in the actor's loop."""
 
         def work() -> None:
             try:
-                errors, trouble = released(leases)
+                errors, trouble = release_in_process(leases)
             except Exception as e:  # without `done` the provider would never be tried again
                 errors, trouble = {}, f"{type(e).__name__}: {e}"
             self._post(lambda: done(errors, trouble))
@@ -50,7 +50,7 @@ class LeaseReleases:
         threading.Thread(target=work, name="lease release", daemon=True).start()
 
 
-def released(
+def release_in_process(
     leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, start_seconds: float = START_SECONDS
 ) -> tuple[dict[str, str], str]:
     """Release leases of one provider in a process. Returns each lease's error, "" if it was released, and one error for

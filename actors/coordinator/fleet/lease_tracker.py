@@ -80,7 +80,7 @@ class LeaseFleet:
         for change in message.changes:
             batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
             end_reason, is_taken = decisions.end_of_attempt(batch, life, change), change.what == "taken"
-            earlier = decisions.attachable(live.leases, batch, change, self._is_being_read) if is_taken else None
+            earlier = decisions.find_attachable(live.leases, batch, change, self._is_being_read) if is_taken else None
             try:
                 live.record(*decisions.apply_change(
                     live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(), earlier
@@ -110,7 +110,7 @@ class LeaseFleet:
     def _record_orphans(self, leases: OpenLeases) -> None:
         """Record which of these leases are orphaned, and release them once that is durable."""
         live = self._live
-        events = decisions.orphans(
+        events = decisions.find_orphans(
             leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
         )
         live.record(*events)
@@ -128,7 +128,7 @@ class LeaseFleet:
         self._tries = {i: n for i, n in self._tries.items() if i in leases}  # forget closed leases
         self._max_group_sizes = {i: n for i, n in self._max_group_sizes.items() if i in leases}
         self._due_at = {i: self._due_at.get(i, now) for i, lease in leases.items() if lease.orphaned}
-        groups = decisions.due(leases.values(), self._due_at, self._max_group_sizes, self._busy_providers, now)
+        groups = decisions.find_due(leases.values(), self._due_at, self._max_group_sizes, self._busy_providers, now)
         for provider, group in groups.items():
             self._busy_providers.add(provider)
             self._releases.start(group, functools.partial(self._on_released, provider, group, now))
@@ -148,7 +148,7 @@ class LeaseFleet:
             error = errors.get(lease_id, trouble)
             lease = self._live.leases.get(lease_id)
             tries = max(self._tries.get(lease_id, 0), lease.tries if lease is not None else 0) + bool(error)
-            self._live.record(*decisions.released(lease, lease_before, began_at, error, tries))
+            self._live.record(*decisions.apply_release(lease, lease_before, began_at, error, tries))
             self._tries[lease_id] = tries
             if error:
                 pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 30))

@@ -19,7 +19,7 @@ from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.private_files import require_regular
 
-__all__ = ["ServerList", "read_lines"]
+__all__ = ["ServerList", "parse_list"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ LIST_BYTES = 2**20
 """Maximum size of a list, so that a command that never stops printing can't fill the coordinator's memory."""
 
 
-def read_lines(text: str) -> tuple[list[str], list[str]]:
+def parse_list(text: str) -> tuple[list[str], list[str]]:
     """Return the URLs in a list, and a problem for each invalid line. `#` begins a comment."""
     urls: dict[str, None] = {}
     problems = []
@@ -65,7 +65,7 @@ class ServerList:
     def read(self) -> None:
         """Read the list once, and pass it to `on_list` or put its problems into `trouble`."""
         try:
-            urls, problems = read_lines(self._read_text())
+            urls, problems = parse_list(self._read_text())
         except (OSError, ValueError) as e:
             urls, problems = [], [str(e)]
         trouble = f"the list of servers ({self._settings.file or 'servers.command'}): {'; '.join(problems)}"

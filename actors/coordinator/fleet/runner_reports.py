@@ -51,7 +51,7 @@ class RunnerLifecycle:
         if record is None:
             self.end_earlier_lives(name, incarnation)
         lacks = self.weights.lacks(message) or self.adapters.lacks(message)
-        self.live.record(*runners.reported(None if record is None else record.life, message, lacks))
+        self.live.record(*runners.apply_report(None if record is None else record.life, message, lacks))
         if record is None:
             record = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(record, message)
@@ -78,7 +78,7 @@ class RunnerLifecycle:
         """Attempt the units of a runner's process again; `blamed` means that they may have ended it."""
         for batch in list(self.live.batches.values()):
             units = self.live.in_flight.units_of(batch.batch_id, name, incarnation)
-            events = batches.runner_lost(
+            events = batches.lose_runner(
                 batch, name, incarnation, reason, blamed=blamed, on_servers=self.on_servers, keys=units
             )
             self.live.record_batch(batch.batch_id, events)
@@ -97,7 +97,7 @@ class RunnerLifecycle:
         if record is not None and record.incarnation < incarnation:
             record = None
         newest = record.life if record is not None else newest_life(self.live.lives, name)
-        self.live.record(*runners.ended(newest, message))
+        self.live.record(*runners.apply_death(newest, message))
         has_later_life = newest is not None and newest.incarnation > incarnation
         if not has_later_life:
             life = self.live.lives[name, incarnation]
@@ -157,15 +157,15 @@ class RunnerLifecycle:
 
     def on_outcomes(self, message: OutcomeReport) -> None:
         """Record the outcomes in a report, and acknowledge it when they are durable."""
-        runner = self.registry.runners.get(message.name)
+        runner, life = self.registry.runners.get(message.name), (message.name, message.incarnation)
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
-            events = batches.outcome(batch, message.name, message.incarnation, outcome, on_servers=self.on_servers)
+            events = batches.apply_outcome(batch, *life, outcome, on_servers=self.on_servers)
             if events:
                 try:
                     self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # none of the events was recorded, so the unit has failed
-                    failed = batches.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
+                    failed = batches.apply_outcome(batch, *life, unrecordable_outcome(outcome, e))
                     self.live.record_batch(outcome.batch_id, failed)
             host = host_of(message.name)
             if outcome.lacks and host:
@@ -179,7 +179,7 @@ class RunnerLifecycle:
             self.dispatcher.acknowledge(message.name, message.number)
 
 
-def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
+def unrecordable_outcome(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
     """Return a failed outcome for a unit whose results or error messages the log can't hold."""
     return _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {error}")
 

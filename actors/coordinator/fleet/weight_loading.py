@@ -167,7 +167,7 @@ class WeightLoading:
         path_gone = current.in_memory_only and not Path(current.path).is_dir()
         runner.loading = None
         self.registry.mark_changed(runner.name)
-        self.live.record(*weights.load_result(runner.life, message, current, path_gone=path_gone))
+        self.live.record(*weights.apply_load_result(runner.life, message, current, path_gone=path_gone))
         if message.error is None:
             runner.model_version, runner.could_not_load = message.version, None
         else:

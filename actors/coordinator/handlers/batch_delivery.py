@@ -14,7 +14,7 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
@@ -42,11 +42,11 @@ class TrainerHandlers:
         self._must_read_again: dict[str, bool] = {}
         """Id of each request for which a thread reads -> True if a batch was finalized after the read began."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(GetNextBatch, self.next_batch),
-            handled(AcknowledgeBatch, self.acknowledge),
-            handled(ResumeTrainer, self.resume),
+            handler_row(GetNextBatch, self.next_batch),
+            handler_row(AcknowledgeBatch, self.acknowledge),
+            handler_row(ResumeTrainer, self.resume),
         ]
 
     # --- the next batch ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone,
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -74,14 +74,14 @@ class BatchHandlers:
         self.recovered: dict[str, int] = {}
         """Recovery decision -> number of batches; all were open when this coordinator started."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(SubmitBatch, self.submit),
-            handled(AddTasks, self.add),
-            handled(FinalizeBatch, self.finalize),
-            handled(AbortBatch, self.abort),
-            handled(RedoTasks, self.redo),
-            handled(ProcessExperiences, self.process_experiences),
+            handler_row(SubmitBatch, self.submit),
+            handler_row(AddTasks, self.add),
+            handler_row(FinalizeBatch, self.finalize),
+            handler_row(AbortBatch, self.abort),
+            handler_row(RedoTasks, self.redo),
+            handler_row(ProcessExperiences, self.process_experiences),
         ]
 
     def recover(self, alive: Mapping[str, int]) -> None:
@@ -89,7 +89,7 @@ class BatchHandlers:
         staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
-            events = batches.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
+            events = batches.decide_recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
             for event in events:
                 if isinstance(event, ev.RecoveryDecided):
                     self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
@@ -277,15 +277,15 @@ class BatchHandlers:
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
                 error = _with_redo_command(error, batch)
-            self.live.record_batch(batch_id, batches.finalize_failed(batch, str(error)))
+            self.live.record_batch(batch_id, batches.fail_finalizing(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
             return
         if result.usable < batch.groups:
-            missing = batches.groups_missing(batch, result.lost_counts, result.usable)
+            missing = batches.report_missing_groups(batch, result.lost_counts, result.usable)
             self.live.record_batch(batch_id, [missing])
             self._answer_waiters(batch_id, None, _too_few_groups(batch_id, missing))
             return
-        events = batches.finalized(
+        events = batches.end_finalizing(
             batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
             dropped_by=result.dropped_by, model_versions=result.model_versions,
         )

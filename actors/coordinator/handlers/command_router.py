@@ -23,7 +23,7 @@ from trinity_es.actors.requests import LIMIT, Parcel, Reply
 from trinity_es.events.errors import DataError, TrinityError, error_to_dict
 from trinity_es.events.store.checks.log_end import Mark
 
-__all__ = ["CommandRouter", "Handled", "handled"]
+__all__ = ["CommandRouter", "HandlerRow", "handler_row"]
 
 REMEMBERED_ANSWERS = 4096
 """Maximum number of answers that are kept for repeated requests."""
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=Command[Any])
 Handler = Callable[[CommandRequest[Any]], None]
 
 
-class Handled(NamedTuple):
+class HandlerRow(NamedTuple):
     """Command and its handler."""
 
     command: type[Command[Any]]
@@ -43,12 +43,12 @@ class Handled(NamedTuple):
     again: Callable[[str], None]
 
 
-def handled(
+def handler_row(
     command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
-) -> Handled:
+) -> HandlerRow:
     """Return a row of the router's table, whose types mypy checks. `again` is called with the id of a waiting request
     when its client repeats it."""
-    return Handled(command, handler, again)
+    return HandlerRow(command, handler, again)
 
 
 class CommandRouter:
@@ -60,7 +60,7 @@ class CommandRouter:
         """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that crash
         coordinators."""
         self._live, self._actor, self._log_end, self._in_hand = live, actor, log_end, in_hand
-        self._handlers: dict[type[Command[Any]], Handled] = {}
+        self._handlers: dict[type[Command[Any]], HandlerRow] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         """Request id -> answer, the oldest first; None while the request has no answer."""
         self._senders: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class CommandRouter:
         self._undone: dict[str, CommandRequest[Any]] = {}
         """Requests to handle again, since their turns were undone because another turn could not be written."""
 
-    def connect(self, handlers: Iterable[Handled]) -> None:
+    def connect(self, handlers: Iterable[HandlerRow]) -> None:
         """Add the handlers of all commands to the table. Raises TypeError if a command has none, or two."""
         for row in handlers:
             if other := self._handlers.get(row.command):

@@ -22,7 +22,7 @@ import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
 from trinity_es.actors.config.data_sections import QueueConfig
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.plugin_lookup import build
@@ -32,7 +32,10 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.experience_queue import QueueState, add_older, find_older, slice_refs
 
-__all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
+__all__ = [
+    "PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "build_priority", "choose_experiences",
+    "count_available",
+]
 
 SILENT_SECONDS = 15.0
 """Silence after which a client counts as dead; three times the interval at which it repeats its request."""
@@ -102,7 +105,7 @@ PRIORITIES: dict[str, Callable[..., Priority]] = {
 """Priority functions by their name in the config. A config may also name a user's own, as "module:Class"."""
 
 
-def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
+def build_priority(name: str, args: Mapping[str, Any]) -> Priority:
     """Build and return the priority function with this name, as in `buffer.queue`. Raises ConfigError."""
     requirement = "a class whose objects are called with a Candidate and return a number"
     priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
@@ -113,7 +116,7 @@ def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
     return priority
 
 
-def choose(
+def choose_experiences(
     state: QueueState, n: int, now: float, *, priority: Priority, max_use_count: int, cooldown: float
 ) -> list[ev.TakenItem]:
     """Return the `n` experiences with the highest priority, or fewer if there are no more. Does not change the state.
@@ -162,7 +165,7 @@ def _rank(priority: Priority, candidate: Candidate) -> float | None:
     return rank
 
 
-def available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
+def count_available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
     """Return the number of experiences that may be taken now: not taken too often, or too recently."""
     return sum(
         int(np.count_nonzero((d.use_counts < max_use_count) & (d.taken_at + cooldown <= now)))
@@ -177,7 +180,7 @@ class ExperienceQueue:
         self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[], float],
     ) -> None:
         """`config` is `buffer.queue`; `clock` returns unix seconds."""
-        self._priority = priority_of(config.priority_fn, config.priority_fn_args)
+        self._priority = build_priority(config.priority_fn, config.priority_fn_args)
         self._limits: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting_requests: dict[str, CommandRequest[TakeExperiences]] = {}
@@ -186,8 +189,8 @@ class ExperienceQueue:
         self._unused_count = 0
         """Number of experiences that had left the queue untaken when the last warning was logged."""
 
-    def handlers(self) -> list[Handled]:
-        return [handled(TakeExperiences, self.take, again=self.on_repeated_request)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(TakeExperiences, self.take, again=self.on_repeated_request)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
         """Answer with the requested number of experiences, now or when the queue has as many."""
@@ -220,7 +223,7 @@ class ExperienceQueue:
                 continue
             n = request.command.n
             try:
-                items = choose(self._live.queue, n, now, priority=self._priority, **self._limits)
+                items = choose_experiences(self._live.queue, n, now, priority=self._priority, **self._limits)
             except PipelineError as e:
                 self._forget(request)
                 self._router.reply(request, error=e)
@@ -258,7 +261,7 @@ class ExperienceQueue:
     def status(self) -> dict[str, int]:
         """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
-        available_count = available(state, self._clock(), **self._limits)
+        available_count = count_available(state, self._clock(), **self._limits)
         return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting_requests)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
@@ -273,7 +276,7 @@ class ExperienceQueue:
             return
         self._forget(request)
         n, timeout = request.command.n, request.command.timeout
-        available_count = available(self._live.queue, self._clock(), **self._limits)
+        available_count = count_available(self._live.queue, self._clock(), **self._limits)
         self._router.reply(request, error=TakeTimeout(
             f"the queue has only {available_count} of {n} experiences after {timeout} s, so none were taken: take "
             "fewer, or try again",

@@ -15,10 +15,10 @@ from typing import Any
 from trinity_es.actors import commands
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.messages import QueryActivity, ReplaceRunner, RunnerActivity
-from trinity_es.actors.runner_activity import runner_state, table
+from trinity_es.actors.runner_activity import runner_state, states_table
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.projections.runner import RunnerState, newest_life
 
@@ -58,8 +58,8 @@ class RunnerHandlers:
         self._restarts: dict[str, tuple[CommandRequest[commands.RestartRunner], ReplaceRunner]] = {}
         """Request id -> request for a restart, with the order for the guardian."""
 
-    def handlers(self) -> list[Handled]:
-        return [handled(commands.RestartRunner, self.restart), handled(GetRunnerStates, self.states)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(commands.RestartRunner, self.restart), handler_row(GetRunnerStates, self.states)]
 
     # --- restarts ---------------------------------------------------------------------------------------------------
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
@@ -143,4 +143,4 @@ class RunnerHandlers:
     def report(self, interval: float, write: Callable[[str], None]) -> None:
         """Call `write` with a table of all runners' activity, every `interval` seconds."""
         self.actor.after(interval, "runner states", lambda: self.report(interval, write))
-        self.ask(sorted(self.registry.runners), lambda states: write(table(states)))
+        self.ask(sorted(self.registry.runners), lambda states: write(states_table(states)))

@@ -28,7 +28,7 @@ from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -63,15 +63,15 @@ class SchedulerHandlers:
         self._router, self._actor = router, actor
         self._polls: dict[str, Poll[Any]] = {}
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(ScheduleTasks, self.schedule),
-            handled(PollBatch, self.poll),
-            handled(PollAllBatches, self.poll_all),
-            handled(DropOpenTasks, self.drop_open),
-            handled(TakeResults, self.take),
-            handled(PauseBatches, self.pause),
-            handled(ResumeBatches, self.resume),
+            handler_row(ScheduleTasks, self.schedule),
+            handler_row(PollBatch, self.poll),
+            handler_row(PollAllBatches, self.poll_all),
+            handler_row(DropOpenTasks, self.drop_open),
+            handler_row(TakeResults, self.take),
+            handler_row(PauseBatches, self.pause),
+            handler_row(ResumeBatches, self.resume),
         ]
 
     def _scheduled_batches(self) -> list[BatchState]:

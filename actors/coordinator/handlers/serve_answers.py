@@ -19,7 +19,7 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
@@ -50,12 +50,12 @@ class AnswerHandlers:
         self._ids_in_delivery: frozenset[str] = frozenset()
         """Ids of the answers in the present delivery."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(RecordAnswers, self.record),
-            handled(RewardAnswers, self.reward),
-            handled(DeliverAnswers, self.deliver),
-            handled(CountAnswers, self.count),
+            handler_row(RecordAnswers, self.record),
+            handler_row(RewardAnswers, self.reward),
+            handler_row(DeliverAnswers, self.deliver),
+            handler_row(CountAnswers, self.count),
         ]
 
     def record(self, request: CommandRequest[RecordAnswers]) -> None:

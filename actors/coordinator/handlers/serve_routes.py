@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trinity_es.actors.commands import CommandRequest, EngineRoute, GetRoutes, RouteTable
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 
 __all__ = ["RouteHandlers"]
@@ -46,8 +46,8 @@ class RouteHandlers:
         self._waiting_loads: list[tuple[int, Callable[[], None]]] = []
         """(number of the first table without an engine, function that starts its load)."""
 
-    def handlers(self) -> list[Handled]:
-        return [handled(GetRoutes, self.routes)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(GetRoutes, self.routes)]
 
     def routes(self, request: CommandRequest[GetRoutes]) -> None:
         """Answer a proxy's poll with the table: at once if the proxy has an older table, otherwise when it changes."""

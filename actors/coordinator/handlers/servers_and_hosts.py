@@ -7,7 +7,7 @@ from collections.abc import Callable
 from trinity_es.actors.commands import CommandRequest, DrainHost, DrainingHost, ScaledServers, ScaleServers
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.errors import DataError, HostNotFound
@@ -21,8 +21,8 @@ class MachineHandlers:
         """`hosts` returns the hosts that joined, or None if hosts can't join this run."""
         self.servers, self.hosts, self.router = servers, hosts, router
 
-    def handlers(self) -> list[Handled]:
-        return [handled(ScaleServers, self.scale), handled(DrainHost, self.drain)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(ScaleServers, self.scale), handler_row(DrainHost, self.drain)]
 
     def scale(self, request: CommandRequest[ScaleServers]) -> None:
         """Add and remove external servers, and answer with all of them. Raises DataError."""

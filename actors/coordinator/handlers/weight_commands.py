@@ -20,7 +20,7 @@ from trinity_es.actors.coordinator.fleet.adapter_loading import AdapterLoading
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
 
@@ -36,13 +36,13 @@ class LoadHandlers:
         self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
         """Request id -> request, the wait for its runners, and a function that returns the answer."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(SyncWeights, self.sync_weights),
-            handled(CheckWeightGroup, self.check_group),
-            handled(JoinWeightGroup, self.join_group),
-            handled(SyncAdapter, self.sync_adapter),
-            handled(RemoveAdapter, self.remove_adapter),
+            handler_row(SyncWeights, self.sync_weights),
+            handler_row(CheckWeightGroup, self.check_group),
+            handler_row(JoinWeightGroup, self.join_group),
+            handler_row(SyncAdapter, self.sync_adapter),
+            handler_row(RemoveAdapter, self.remove_adapter),
         ]
 
     def sync_weights(self, request: CommandRequest[SyncWeights]) -> None:

@@ -22,7 +22,7 @@ from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.batch_delivery import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
-from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handler_row
 from trinity_es.actors.coordinator.handlers.experience_queue import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
@@ -95,7 +95,7 @@ class Handlers:
             self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
             MachineHandlers(self.servers, hosts, router),
         )
-        router.connect([handled(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
+        router.connect([handler_row(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
 
     def check(self) -> None:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""

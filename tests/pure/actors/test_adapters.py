@@ -166,20 +166,20 @@ def test_what_was_loaded_and_what_was_not_is_recorded() -> None:
         ev.AdapterLoaded(**WHO, adapter="math", version=1, seconds=0.5),
         ev.AdapterFailed(**WHO, adapter="code", version=5, error="no such file"),
     ]
-    found = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
+    found = decisions.apply_load_result(LIFE, told, TWO, BOTH, had_all=False)
     assert found == expected, "it has version 4 of code to go on with"
 
 
 def test_a_life_that_comes_up_without_an_adapter_fails_and_says_what_to_do() -> None:
     told = result(loaded=[("math", 1, 0.5)], errors=[("code", 5, "no such file")], math=1)
-    *_, failed = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
+    *_, failed = decisions.apply_load_result(LIFE, told, TWO, BOTH, had_all=False)
     assert isinstance(failed, ev.RunnerFailed)
     assert failed.reason == (
         "it could not load version 5 of adapter 'code': no such file; publish a new version (sync_adapter), or "
         "remove_adapter it"
     )
-    assert len(decisions.load_result(LIFE, told, TWO, BOTH, had_all=True)) == 2, "one that served goes on"
-    assert len(decisions.load_result(LIFE, told, TWO, {"math"}, had_all=False)) == 2, "nobody ever had code"
+    assert len(decisions.apply_load_result(LIFE, told, TWO, BOTH, had_all=True)) == 2, "one that served goes on"
+    assert len(decisions.apply_load_result(LIFE, told, TWO, {"math"}, had_all=False)) == 2, "nobody ever had code"
 
 
 # --- the model of a workflow ----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def ended(state: BatchState | None, *, cut: bool = True) -> BatchState:
     assert state is not None
     state = fold(batches.start_finalizing(state, cut=cut), state)
     assert state is not None
-    state = fold(batches.finalized(state, metrics={}, experiences=[], selected=0, dropped=0), state)
+    state = fold(batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0), state)
     assert state is not None
     return state
 
@@ -92,7 +92,7 @@ def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_sta
 def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
     state = fold([*submitted(1), dispatched(0, 1, 2)])
     assert state is not None
-    state = fold([*batches.start_finalizing(state, cut=True), *batches.finalize_failed(state, "no operator")], state)
+    state = fold([*batches.start_finalizing(state, cut=True), *batches.fail_finalizing(state, "no operator")], state)
     assert state is not None
     state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
     assert state is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.runner.actor import BEAT_SECONDS, Runner
-from trinity_es.actors.runner_activity import SHOWN_RUNS, RunActivity, runner_state, table
+from trinity_es.actors.runner_activity import SHOWN_RUNS, RunActivity, runner_state, states_table
 from trinity_es.testing import ManualClock
 
 KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}
@@ -72,7 +72,7 @@ def test_p14_the_table_has_a_line_a_runner() -> None:
         clock.advance(12.34)
         busy = runner_state(played, **KNOWN)
     silent = runner_state(None, **{**KNOWN, "model": "judge", "state": "ready", "units": 0})
-    lines = table({"runner-0": busy, "judge-0": silent}).splitlines()
+    lines = states_table({"runner-0": busy, "judge-0": silent}).splitlines()
     assert [line.split() for line in lines] == [
         ["runner", "model", "state", "version", "units", "playing", "longest", "for", "s"],
         ["judge-0", "judge", "ready,", "silent", "3", "0", "0", "-", "-"],

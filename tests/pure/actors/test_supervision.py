@@ -15,9 +15,9 @@ from trinity_es.actors.guardian.supervision import (
     Policy,
     Supervision,
     coordinator_pause,
+    count_short_lives,
     counted_ends,
     runner_pause,
-    short_lives,
 )
 from trinity_es.actors.runner.actor import Runner
 
@@ -42,17 +42,17 @@ def test_ends_that_do_not_count_any_more(deaths: list[float], now: float, served
 
 
 def test_a_coordinator_that_served_comes_back_at_once_and_one_that_did_not_pauses_but_never_stays_away() -> None:
-    assert coordinator_pause(POLICY, short_lives(POLICY, 50, served_seconds=5.0), chance=0.5) == 0.0
-    assert coordinator_pause(POLICY, short_lives(POLICY, 0, served_seconds=0.0), chance=0.5) == 0.0
+    assert coordinator_pause(POLICY, count_short_lives(POLICY, 50, served_seconds=5.0), chance=0.5) == 0.0
+    assert coordinator_pause(POLICY, count_short_lives(POLICY, 0, served_seconds=0.0), chance=0.5) == 0.0
     assert [coordinator_pause(POLICY, n, chance=0.5) for n in (2, 3, 4, 99)] == [1, 2, 4, 60]
 
 
 def test_a_coordinator_that_is_killed_young_after_many_killed_in_their_prime_comes_back_at_once() -> None:
     short = 0
     for served in (20.0, 6.0, 30.0, 5.0, 12.0, 40.0, 1.0):
-        short = short_lives(POLICY, short, served)
+        short = count_short_lives(POLICY, short, served)
     assert coordinator_pause(POLICY, short, chance=0.5) == 0.0
-    assert coordinator_pause(POLICY, short_lives(POLICY, short, served_seconds=1.0), chance=0.5) == 1.0
+    assert coordinator_pause(POLICY, count_short_lives(POLICY, short, served_seconds=1.0), chance=0.5) == 1.0
 
 
 # --- who is to be ended ---------------------------------------------------------------------------------------------
