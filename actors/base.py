@@ -1,6 +1,6 @@
 """Base class of all actors. It handles errors, threads, timers and log files, which Thespian leaves to its users.
 
-- An exception never reaches Thespian, which would run the handler a second time. The actor logs it and calls `crashed`.
+- An exception never reaches Thespian, which would run the handler again. The actor logs it and calls `on_crash`.
 - A thread never sends. It passes a callable to `post`, and the actor's own loop runs it, woken through a socket pair
   under ThespianWatch. Every handler must return that watch, or Thespian forgets it.
 - A fault of the C level (a segfault in an engine) ends the process instead of being caught and re-run for ever.
@@ -53,7 +53,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         self._timer_calls: dict[str, Callable[[], None]] = {}
 
     # --- for subclasses -------------------------------------------------------------------------------------------
-    def crashed(self, error: BaseException) -> None:
+    def on_crash(self, error: BaseException) -> None:
         """Handle an exception of a handler, after it was logged: a hook for subclasses."""
 
     def accepts(self, message: Any) -> bool:
@@ -124,7 +124,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
             self._run_posted_calls()
             self.after_message()
         except BaseException as e:
-            self._report(e)
+            self._handle_exception(e)
         return None if self._pair is None else ThespianWatch([self._pair[0].fileno()])
 
     def _handle(self, message: Any, sender: Any) -> None:
@@ -162,15 +162,15 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
             try:
                 call()
             except BaseException as e:
-                self._report(e)
+                self._handle_exception(e)
 
-    def _report(self, error: BaseException) -> None:
-        """Log an exception and call `crashed`."""
+    def _handle_exception(self, error: BaseException) -> None:
+        """Log an exception and call `on_crash`."""
         self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
         try:
-            self.crashed(error)
+            self.on_crash(error)
         except BaseException as e:
-            self.log.critical("crashed() itself failed", exc_info=e)
+            self.log.critical("on_crash() itself failed", exc_info=e)
 
     def on_exit(self) -> None:
         """Clean up before this actor ends at the request of the actor system: a hook for subclasses."""

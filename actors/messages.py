@@ -205,7 +205,7 @@ class Heartbeat:
     end: Mark | None = None
     """End of the log; only the coordinator sends it."""
     runs_wait: str = ""
-    """How many of the runner's runs wait for something outside of the system, and for what (`RunActivity.waits`)."""
+    """How many of the runner's runs wait for something outside of the system, and for what."""
     hosts_heard: dict[str, float] = field(default_factory=dict)
     """Host -> monotonic seconds at which the coordinator last heard from it; only the coordinator sends it."""
 

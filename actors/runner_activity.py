@@ -40,7 +40,7 @@ class RunActivity:
         self._number = 0
 
     @contextmanager
-    def shown(self, workflow_id: str, runs: int, model_version: int) -> Iterator[Row]:
+    def show(self, workflow_id: str, runs: int, model_version: int) -> Iterator[Row]:
         """List a run (or the first of several) as running within the `with` block. Yields its row, for additions."""
         self._number += 1
         number = self._number  # not the run's id: an attempt may begin before the last one has ended
@@ -54,7 +54,7 @@ class RunActivity:
             del self._running[number]
             self.last = {**row, "end_time": self.clock()}
 
-    def waits(self) -> str:
+    def waiting_text(self) -> str:
         """Return a phrase such as "2 of its runs wait for X", or "" if no run waits for anything outside of the system.
 
         A run waits if its workflow's state has a text `waits_for`. X is that text of the waiting run that began first.

@@ -40,13 +40,13 @@ class FormatConfig(Section):
     """Key under which a row may name its own reward function; null: all rows use the taskset's."""
 
     @classmethod
-    def of_tasks(cls) -> set[str]:
+    def task_keys(cls) -> set[str]:
         """Return the keys of this section that `Task.format_args` may have."""
         return cls.model_fields.keys() - {"workflow_key", "reward_fn_key"}
 
-    def for_task(self) -> dict[str, Any]:
+    def task_format_args(self) -> dict[str, Any]:
         """Return the `Task.format_args` of the taskset's tasks."""
-        return self.model_dump(include=self.of_tasks(), exclude_none=True)
+        return self.model_dump(include=self.task_keys(), exclude_none=True)
 
 
 class DataSelectorConfig(Section):
@@ -178,7 +178,7 @@ class TasksetConfig(Section):
         return next((path / name for name in names if (path / name).exists()), path / names[0])
 
     @property
-    def other_meaning(self) -> str:
+    def path_hint(self) -> str:
         """Hint for an error about a path that names no file: what the user may have meant."""
         if ":" in self.file.name:
             return f"; no installed package registers the environment {self.file.name.partition(':')[0]}"

@@ -312,7 +312,7 @@ class Coordinator(BaseActor):
             self.handlers.leases.record_orphans_of_turn()
         self.session.end_turn()
 
-    def crashed(self, error: BaseException) -> None:
+    def on_crash(self, error: BaseException) -> None:
         """Exit after a handler crashed, since memory may be ahead of the log."""
         os._exit(EXIT_CRASHED)
 

@@ -220,13 +220,13 @@ class LiveState:
 
     def load(self) -> None:
         """Read everything that is open from the log, and drop the state and the turn in memory."""
-        self.adopt(self.read_log())
+        self.replace_state(self.read_log())
 
     def read_log(self) -> Loaded:
-        """Return the log's state for `adopt`; for any thread, and as slow as the database."""
+        """Return the log's state for `replace_state`; for any thread, and as slow as the database."""
         return load_state(self.log, self.payloads, self._queue_capacity)
 
-    def adopt(self, loaded: Loaded) -> None:
+    def replace_state(self, loaded: Loaded) -> None:
         """Replace the state in memory, and drop the turn."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
@@ -241,7 +241,7 @@ class LiveState:
         """`lives` has each runner's newest life as of the reading, and all lives recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
-    def find(self, batch_id: BatchId) -> BatchState | None:
+    def find_batch(self, batch_id: BatchId) -> BatchState | None:
         """Return a batch, open or ended; None if no batch has this id. An old batch is read from the log, which raises
         NotRead while a request is handled."""
         state = self.batches.get(batch_id) or self.ended_batches.get(batch_id)
@@ -297,7 +297,7 @@ class LiveState:
 
     def _checked_write(self, stream: str, events: Sequence[ev.Event]) -> Write:
         """Return a write that appends these events to their stream. Raises InvalidEvent."""
-        expected_version = self.versions.get(stream, 0)  # only ended batches lack a version, and `find` sets theirs
+        expected_version = self.versions.get(stream, 0)  # only ended batches lack a version, which `find_batch` sets
         return checked_write(stream, expected_version, events)
 
     def _put_into_turn(self, write: Write) -> list[ev.Event]:
@@ -316,7 +316,7 @@ class LiveState:
         stream = batch_stream(batch_id)
         state = self.batches.get(batch_id)
         if state is None and isinstance(events[0], ev.BatchTrained):
-            state = self.find(batch_id)  # before any change, since it may raise NotRead
+            state = self.find_batch(batch_id)  # before any change, since it may raise NotRead
         for event in self._put_into_turn(self._checked_write(stream, events)):
             state = evolve(state, event)
             self.in_flight.evolve(state, event)

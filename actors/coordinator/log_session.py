@@ -337,7 +337,7 @@ class LogSession:
             return
         for fail in self.live.turn.failure_calls:  # decided meanwhile, and not written either
             fail(error)
-        self.live.adopt(loaded)
+        self.live.replace_state(loaded)
         self._host.forget()
         if self.start_is_durable:
             self.start_writer()

@@ -99,7 +99,7 @@ class RequestsInHand:
             self._length = max(self._length, len(data))
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    def take(self, request: CommandRequest[Any]) -> None:
+    def begin_request(self, request: CommandRequest[Any]) -> None:
         """Write to the file that a request is in work. Raises RequestRefused if earlier coordinators ended in it."""
         key, name = fingerprint(request), request.command.name
         suspect = self._suspects.get(key)
@@ -121,7 +121,7 @@ class RequestsInHand:
         self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", REQUEST_DEATHS, message)
         self._write()
 
-    def put_aside(self, request: CommandRequest[Any]) -> None:
+    def suspend_request(self, request: CommandRequest[Any]) -> None:
         """Remove a request from the file while it waits for a read, and so can't end this coordinator."""
         self._requests.pop(fingerprint(request), None)
         self._write()
@@ -135,7 +135,7 @@ class RequestsInHand:
             self._write()
 
     # --- pipelines --------------------------------------------------------------------------------------------------
-    def take_pipeline(self, key: str) -> None:
+    def begin_pipeline(self, key: str) -> None:
         """Write to the file that a pipeline is in work. Raises PipelineError if earlier coordinators ended in it."""
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= PIPELINE_DEATHS:

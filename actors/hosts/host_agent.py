@@ -139,7 +139,7 @@ class HostAgent(BaseActor):
     # --- messages of this host's processes --------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
         """Forward a message of the guardian or a runner to the head, and keep a runner's address for replies."""
-        forwarded = self.loads.forwarded(message)
+        forwarded = self.loads.complete_message(message)
         if sender == self.guardian:
             self.connection.send("", forwarded)
         else:

@@ -159,7 +159,7 @@ class PulledLoads:
         self._to_runner(name, replace(order, adapters=tuple(adapters)))
 
     # --- messages of runners ----------------------------------------------------------------------------------------
-    def forwarded(self, message: Any) -> Any:
+    def complete_message(self, message: Any) -> Any:
         """Record a message of a runner or the guardian, and return it in the form that goes to the head. That form adds
         the version that the runner waits for, and the progress, duration and errors of its pulls."""
         match message:

@@ -105,7 +105,7 @@ class Runner(BaseActor):
         self.beat()
         self.engine_side.start()
 
-    def crashed(self, error: BaseException) -> None:
+    def on_crash(self, error: BaseException) -> None:
         """Tell the guardian if this runner failed before its engine's side was made: no heartbeat would report it."""
         if not hasattr(self, "engine_side"):
             self.send(self.guardian, messages.RunnerStatus(

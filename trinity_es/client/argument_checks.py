@@ -25,7 +25,7 @@ __all__ = [
     "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "text", "timeout_seconds", "whole_number",
 ]
 
-_FORMAT_KEYS = frozenset(FormatConfig.of_tasks())
+_FORMAT_KEYS = frozenset(FormatConfig.task_keys())
 _ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9

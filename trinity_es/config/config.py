@@ -256,7 +256,7 @@ def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
                 "dataset's split)"]
     if file.is_file() or file.is_dir():
         return []
-    return [f"{key}.path: no file {file}{taskset.other_meaning}"]
+    return [f"{key}.path: no file {file}{taskset.path_hint}"]
 
 
 def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:

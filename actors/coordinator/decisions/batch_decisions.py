@@ -84,7 +84,7 @@ def dispatch(
     """
     room = runners if isinstance(runners, Room) else Room(runners)
     waiting_batches = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
-    room.expect(sum(len(b.pending) for b in waiting_batches))
+    room.set_waiting_count(sum(len(b.pending) for b in waiting_batches))
     dispatches: list[tuple[BatchState, ev.TasksDispatched]] = []
     for batch in sorted(waiting_batches, key=lambda b: sort_batch_id(b.batch_id)):
         units_by_runner: dict[str, tuple[Capacity, list[ev.Unit]]] = {}

@@ -13,7 +13,7 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.journal import MOST_SPLICES
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["continued_task", "kept_attempts", "must_end"]
+__all__ = ["continued_task", "has_uncuttable_task", "kept_attempts"]
 
 
 def continued_task(task: int, earlier: BatchState | None, cut_task: int) -> ev.ContinuedTask:
@@ -44,7 +44,7 @@ def kept_attempts(task: ev.ContinuedTask, earlier: BatchState | None, batch: Bat
     ]
 
 
-def must_end(batch: BatchState, max_cuts: int | None) -> bool:
+def has_uncuttable_task(batch: BatchState, max_cuts: int | None) -> bool:
     """Return True if the batch may not end yet, because an unsettled task was cut `max_cuts` times already (None: no
     such limit). After another cut its answers would be dropped as stale, or begin again (after MOST_SPLICES cuts)."""
     limit = MOST_SPLICES if max_cuts is None else min(MOST_SPLICES, max_cuts)

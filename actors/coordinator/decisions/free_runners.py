@@ -62,7 +62,7 @@ class Room:
         runner = self._runners.pop(name, None)
         self._place_count -= 0 if runner is None else runner.places
 
-    def expect(self, waiting_count: int) -> None:
+    def set_waiting_count(self, waiting_count: int) -> None:
         """Set the number of waiting units, which limits how many units runners get beyond their places."""
         several = len(self._runners) > 1
         self._extra_share = waiting_count / (AHEAD_DIVISOR * max(1, self._place_count)) if several else None

@@ -18,9 +18,9 @@ def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
     return life.incarnation > report.incarnation or life.state.gone
 
 
-def apply_report(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
+def apply_report(life: RunnerLife | None, report: RunnerStatus, failure: str = "") -> list[ev.Event]:
     """Return the events that record the changes in a report. `life` is None if the runner has not reported to this
-    coordinator; then its state is recorded again. `lacks` is why a failed runner with a ready engine stays failed."""
+    coordinator; then its state is recorded again. `failure` is why a failed runner with a ready engine stays failed."""
     name, incarnation = report.name, report.incarnation
     events: list[ev.Event] = []
     if life is None or life.incarnation < incarnation:
@@ -31,9 +31,9 @@ def apply_report(life: RunnerLife | None, report: RunnerStatus, lacks: str = "")
         ))
     else:
         state = life.state
-    if lacks:
+    if failure:
         if state is not RunnerState.FAILED:
-            events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=lacks))
+            events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=failure))
     elif report.state != state:
         match RunnerState(report.state):
             case RunnerState.READY:

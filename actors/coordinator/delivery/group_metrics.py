@@ -26,7 +26,7 @@ class GroupMetrics(dict[str, float]):
         self.update(self._counts)
 
     @classmethod
-    def joined(cls, parts: Sequence[GroupMetrics]) -> GroupMetrics:
+    def join(cls, parts: Sequence[GroupMetrics]) -> GroupMetrics:
         """Return the metrics of a batch from those of its parts, bit by bit as if it had not been divided."""
         joined = cls(prefix=parts[0]._prefix)
         joined._names = next((part._names for part in parts if part._names), ())

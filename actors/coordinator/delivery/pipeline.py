@@ -125,7 +125,7 @@ class Pipeline:
         if not experiences:
             return PipelineResult([], {})
         passed = self.process(experiences, clock, limit)
-        return self.joined([passed], passed.experiences)
+        return self.join_parts([passed], passed.experiences)
 
     @property
     def by_task(self) -> bool:
@@ -182,7 +182,7 @@ class Pipeline:
             ) from e
         return _check_result(label, returned)
 
-    def joined(self, parts: Sequence[ProcessedPart], experiences: list[Experience]) -> PipelineResult:
+    def join_parts(self, parts: Sequence[ProcessedPart], experiences: list[Experience]) -> PipelineResult:
         """Return the result of a batch that was processed in these parts. `experiences` are all that it delivers."""
         metrics: dict[str, float] = {}
         counts: dict[str, float] = {}
@@ -263,7 +263,7 @@ def _joined_metrics(label: str, parts: list[dict[str, float]]) -> dict[str, floa
     if len(joinable) < len(parts):
         raise PipelineError(f"operator {label} of the experience pipeline has by_task, but returned no GroupMetrics: "
                             "return them, or remove by_task", operator=label)
-    return GroupMetrics.joined(joinable)
+    return GroupMetrics.join(joinable)
 
 
 def _require_fields(names: Iterable[str], experience: Experience) -> None:

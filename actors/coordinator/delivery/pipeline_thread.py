@@ -146,7 +146,7 @@ class PipelineThread:
                      for part in self._parts(job))
             raw = StoredPayloads(self._payloads, (ref.digest for ref in job.refs if job.may_refer))
             refs = write_delivered(self._payloads, chain.from_iterable(again), raw, keys)
-        return summary.to_result(self._pipeline.joined(processed, []), refs)
+        return summary.to_result(self._pipeline.join_parts(processed, []), refs)
 
     def _parts(self, job: PipelineJob) -> Iterator[list[Experience]]:
         """Yield the experiences of a job in parts of whole tasks. Raises DataError if `refs` are not in task order."""

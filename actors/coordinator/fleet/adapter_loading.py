@@ -59,7 +59,7 @@ class AdapterLoading:
                 self.order(runner)
         self._end_waits(runner.name, runner.adapters)
 
-    def lacks(self, message: RunnerStatus) -> str:
+    def failure_reason(self, message: RunnerStatus) -> str:
         """Return which adapters a failed runner with a ready engine lacks, so that it stays failed; "" if none."""
         life = self.live.lives.get((message.name, message.incarnation))
         if message.state != "ready" or message.model != "rollout" or life is None:
@@ -73,7 +73,7 @@ class AdapterLoading:
     def on_death(self, name: str) -> None:
         """Stop waiting for a runner whose process ended."""
         for awaited in self.waiters:
-            awaited.done(name)
+            awaited.mark_done(name)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> Awaited:
@@ -82,7 +82,7 @@ class AdapterLoading:
         awaited = Awaited(
             f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners "
             "keep the version that they had",
-            {r.name for r in self.registry.up() if r.adapters.get(new.adapter) != new.version},
+            {r.name for r in self.registry.up_runners() if r.adapters.get(new.adapter) != new.version},
         )
         self.waiters[awaited] = new.adapter, new.version
         self._order_all()
@@ -94,12 +94,12 @@ class AdapterLoading:
         for awaited, (adapter, _) in self.waiters.items():
             if adapter == name:
                 for runner in list(awaited.waiting_on):
-                    awaited.done(runner, "the adapter was removed")
+                    awaited.mark_done(runner, "the adapter was removed")
         self._order_all()
 
     def _order_all(self) -> None:
         """Send every runner the current adapters at once, without the pause after earlier failures."""
-        for runner in self.registry.rollout():
+        for runner in self.registry.rollout_runners():
             runner.adapters_failures = 0
             if runner.up:
                 self.order(runner)
@@ -143,6 +143,6 @@ class AdapterLoading:
         for awaited, (adapter, version) in self.waiters.items():
             error = errors.get((adapter, version))
             if versions.get(adapter, -1) >= version:
-                awaited.done(runner)
+                awaited.mark_done(runner)
             elif error is not None:
-                awaited.done(runner, error)
+                awaited.mark_done(runner, error)

@@ -55,7 +55,7 @@ class Dispatcher:
         self._rests_until: dict[str, float] = {}
         """Host -> monotonic seconds until which it gets no units."""
 
-    def rest(self, host: str) -> None:
+    def rest_host(self, host: str) -> None:
         """Give no units to a host for REST_SECONDS, because it lacks something that a unit needs."""
         self._rests_until[host] = self.registry.sender.now() + REST_SECONDS
 
@@ -127,7 +127,7 @@ class Dispatcher:
                 keys = [(task, base) for task, base, _ in units]
                 self.registry.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
 
-    def revoke(self, batch: BatchState) -> None:
+    def cancel_units(self, batch: BatchState) -> None:
         """Cancel the units in flight of this batch."""
         keys_by_life: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for key, flight in batch.flights.items():

@@ -89,7 +89,7 @@ class LostJournals:
         for life, units in units_by_life.items():
             self._live.when_durable(partial(self._read_journal, life, units))
 
-    def cut(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
+    def store_cut_units(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
         """For a batch that cuts its open tasks, store the journals' records of its open units as payloads. Then call
         `record` with the events that name them, unless the batch ended or was submitted again meanwhile."""
         if batch.submission in self._cut_submissions:

@@ -85,23 +85,23 @@ class RunnerRegistry:
         self.leaving: frozenset[str] = frozenset()
         """Runners that get no new units because their servers were removed."""
 
-    def rollout(self) -> list[RunnerRecord]:
+    def rollout_runners(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model, in any state."""
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
-    def up(self) -> list[RunnerRecord]:
+    def up_runners(self) -> list[RunnerRecord]:
         """Return rollout runners whose engines run, including `failed` ones that lack weights or adapters."""
-        return [r for r in self.rollout() if r.up or r.state is RunnerState.READY]
+        return [r for r in self.rollout_runners() if r.up or r.state is RunnerState.READY]
 
-    def ready(self) -> list[RunnerRecord]:
+    def ready_runners(self) -> list[RunnerRecord]:
         """Return rollout runners whose engines serve."""
-        return [r for r in self.rollout() if r.state is RunnerState.READY]
+        return [r for r in self.rollout_runners() if r.state is RunnerState.READY]
 
-    def staying(self) -> list[RunnerRecord]:
+    def staying_runners(self) -> list[RunnerRecord]:
         """Return ready rollout runners that are not leaving."""
-        return [r for r in self.ready() if not self.is_leaving(r.name)]
+        return [r for r in self.ready_runners() if not self.is_leaving(r.name)]
 
-    def living(self) -> set[tuple[str, int]]:
+    def living_processes(self) -> set[tuple[str, int]]:
         """Return (name, incarnation) of each runner whose process has not ended, as far as the coordinator knows."""
         return {(r.name, r.incarnation) for r in self.runners.values() if not r.state.gone}
 

@@ -50,8 +50,8 @@ class RunnerLifecycle:
             record = None
         if record is None:
             self.end_earlier_lives(name, incarnation)
-        lacks = self.weights.lacks(message) or self.adapters.lacks(message)
-        self.live.record(*runners.apply_report(None if record is None else record.life, message, lacks))
+        failure = self.weights.failure_reason(message) or self.adapters.failure_reason(message)
+        self.live.record(*runners.apply_report(None if record is None else record.life, message, failure))
         if record is None:
             record = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(record, message)
@@ -169,7 +169,7 @@ class RunnerLifecycle:
                     self.live.record_batch(outcome.batch_id, failed)
             host = host_of(message.name)
             if outcome.lacks and host:
-                self.dispatcher.rest(host)
+                self.dispatcher.rest_host(host)
             elif runner is not None:
                 mean, seconds = runner.unit_seconds, outcome.seconds
                 runner.unit_seconds = seconds if mean is None else (1 - MEAN_WEIGHT) * mean + MEAN_WEIGHT * seconds

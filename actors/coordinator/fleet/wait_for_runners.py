@@ -18,7 +18,7 @@ class Awaited:
     waiting_on: set[str]
     errors: dict[str, str] = field(default_factory=dict)
 
-    def done(self, runner: str, error: str | None = None) -> None:
+    def mark_done(self, runner: str, error: str | None = None) -> None:
         """Stop waiting for a runner, which has carried out the order, failed with `error`, or ended."""
         if runner in self.waiting_on:
             self.waiting_on.discard(runner)

@@ -29,14 +29,14 @@ class WeightGroup:
 
     def is_whole(self) -> bool:
         """Return True if the serving runners are exactly the members, and none of them is loading weights."""
-        serving = {r.name: r.incarnation for r in self.registry.ready()}
-        is_loading = any(r.loading is not None for r in self.registry.ready())
+        serving = {r.name: r.incarnation for r in self.registry.ready_runners()}
+        is_loading = any(r.loading is not None for r in self.registry.ready_runners())
         return bool(serving) and serving == self.members and not is_loading
 
     def join(self, request_id: str, command: JoinWeightGroup) -> Awaited:
         """Invite every serving runner to a new group, and return the wait for their answers. Raises SyncError unless
         `command.engines` runners serve."""
-        serving = sorted(self.registry.ready(), key=lambda r: r.name)
+        serving = sorted(self.registry.ready_runners(), key=lambda r: r.name)
         if len(serving) != command.engines:
             raise SyncError(f"only {len(serving)} of {command.engines} engines are ready, and the weight group needs "
                             "all: try again when they are ready")
@@ -55,7 +55,7 @@ class WeightGroup:
         """Note a runner's answer to its invitation. Once all have joined, they become the members."""
         if self._group_id != message.id or self._invited.get(message.name) != message.incarnation:
             return
-        self._answers.done(message.name, message.error)
+        self._answers.mark_done(message.name, message.error)
         if not self._answers.waiting_on and not self._answers.errors:
             self.members = self._invited
 
@@ -63,4 +63,4 @@ class WeightGroup:
         """Dissolve the group if this runner, which ended or failed a transfer, is a member."""
         if name in self.members:
             self.members = {}
-        self._answers.done(name, reason)
+        self._answers.mark_done(name, reason)

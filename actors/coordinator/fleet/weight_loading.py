@@ -56,7 +56,7 @@ class WeightLoading:
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
-    def lacks(self, message: RunnerStatus) -> str:
+    def failure_reason(self, message: RunnerStatus) -> str:
         """Return why a failed runner with a ready engine stays failed: it never served and could not load the current
         weights. Returns "" if it does not stay failed."""
         life = self.live.lives.get((message.name, message.incarnation))
@@ -72,7 +72,7 @@ class WeightLoading:
             return
         for awaited, version in self.waiters.items():
             if message.state == "ready" and message.model_version == version:
-                awaited.done(runner.name)  # its result went to a coordinator that could not record it
+                awaited.mark_done(runner.name)  # its result went to a coordinator that could not record it
         current = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:  # its answer was lost
@@ -91,7 +91,7 @@ class WeightLoading:
         """Stop waiting for a runner whose process ended."""
         self._unreported.discard(name)
         for awaited in self.waiters:
-            awaited.done(name)
+            awaited.mark_done(name)
         self.group.on_left(name, reason)
         self.continue_rolling()
 
@@ -108,7 +108,7 @@ class WeightLoading:
 
         Returns the wait until all have loaded them, and True if the trainer sends the weights over its process group
         (otherwise runners load them from `path`)."""
-        serving_runners = [r.name for r in self.registry.ready() if r.model_version == version]
+        serving_runners = [r.name for r in self.registry.ready_runners() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving_runners, again=again))
         from_group = method == "nccl" and self.group.is_whole()
@@ -118,7 +118,7 @@ class WeightLoading:
             set(),
         )
         self.waiters[awaited] = version
-        for runner in self.registry.up():  # also those that failed because they could not load the previous version
+        for runner in self.registry.up_runners():  # also runners that failed to load the previous version
             if runner.model_version != version:
                 awaited.waiting_on.add(runner.name)
                 runner.could_not_load = None
@@ -132,7 +132,7 @@ class WeightLoading:
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
-        for runner in self.registry.ready():
+        for runner in self.registry.ready_runners():
             must_load = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
             if must_load and self.registry.is_leaving(runner.name):  # it gets no requests, so it can always be spared
                 self.load(runner)
@@ -140,7 +140,7 @@ class WeightLoading:
             rolling_update.EngineStatus(
                 r.name, has_version=r.model_version == version, is_loading=r.loading is not None,
                 has_failed=r.could_not_load == version)
-            for r in self.registry.staying()
+            for r in self.registry.staying_runners()
             if r.life.served
         ]
         for name in rolling_update.next_to_load(engines, self._rolling.keep, all_reported=not self._unreported):
@@ -175,7 +175,7 @@ class WeightLoading:
             self.group.on_left(message.name, message.error)
         for awaited, version in self.waiters.items():
             if version <= message.version:
-                awaited.done(message.name, message.error)
+                awaited.mark_done(message.name, message.error)
         if message.version < current.version and self._rolling is None:
             self.load(runner)
         self.continue_rolling()

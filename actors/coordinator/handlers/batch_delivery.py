@@ -96,7 +96,7 @@ class TrainerHandlers:
     def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
         """Record that a step used a batch. A repetition is recorded only if the batch was delivered again meanwhile."""
         batch_id, step = request.command.batch_id, request.command.step
-        batch = self.live.find(batch_id)
+        batch = self.live.find_batch(batch_id)
         if batch is None:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log: acknowledge a batch that was submitted")
         if batch.state is not BatchLifecycleState.FINALIZED:

@@ -101,13 +101,13 @@ class BatchHandlers:
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
         tasks, parcels = submitted_tasks(self.live, parcel)
-        earlier_batches = [self.live.find(cut.batch_id) for cut in command.continues or ()]
+        earlier_batches = [self.live.find_batch(cut.batch_id) for cut in command.continues or ()]
         continued_tasks = [
             cut_tasks.continued_task(cut.task, earlier, cut.cut_task)
             for cut, earlier in zip(command.continues or (), earlier_batches, strict=True)
         ]
         events = batches.submit(
-            self.live.find(batch_id), batch_id=batch_id, batch_type=command.batch_type,
+            self.live.find_batch(batch_id), batch_id=batch_id, batch_type=command.batch_type,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             min_wait_num=command.min_wait_num, max_attempts=1 + self.config.explorer.max_retry_times,
@@ -128,7 +128,7 @@ class BatchHandlers:
         """Add tasks to an open train batch, and answer with the number of the first new task."""
         command, batch_id = request.command, request.command.batch_id
         advice = "submit the tasks in a batch of their own"
-        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train", advice)
+        batch = batches.require_batch(self.live.find_batch(batch_id), batch_id, "train", advice)
         tasks, parcels = submitted_tasks(self.live, command.tasks)
         events = batches.add(
             batch, repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -152,7 +152,7 @@ class BatchHandlers:
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
         """Finalize a batch once it has enough settled tasks, and answer with its result."""
         batch_id, timeout = request.command.batch_id, request.command.timeout
-        batch = batches.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
+        batch = batches.require_batch(self.live.find_batch(batch_id), batch_id, request.command.batch_type)
         if batch.state.ended:
             self.router.reply(request, batch.final_result)
             return
@@ -194,7 +194,7 @@ class BatchHandlers:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if not batch.has_enough or self.must_end(batch):
+            if not batch.has_enough or self.has_uncuttable_task(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
@@ -202,9 +202,9 @@ class BatchHandlers:
                 continue
             cuts_tasks = may_cut and batch.batch_type == "train" and batch.open_task_count > 0
             if cuts_tasks and kept is None:
-                self.journals.cut(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
+                self.journals.store_cut_units(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
                 continue
-            self.dispatcher.revoke(batch)
+            self.dispatcher.cancel_units(batch)
             return_partial = self.config.explorer.over_rollout.return_partial_tasks
             groups = max(w.request.command.groups or 0 for w in waiters)
             events = batches.start_finalizing(batch, return_partial=return_partial, groups=groups, cut=cuts_tasks)
@@ -215,11 +215,11 @@ class BatchHandlers:
             else:
                 self._on_ended(batch_id)
 
-    def must_end(self, batch: BatchState) -> bool:
+    def has_uncuttable_task(self, batch: BatchState) -> bool:
         """Return True if the batch has to wait for an open task that may not be cut once more."""
         sync, max_staleness = self.config.synchronizer, self.config.explorer.max_staleness
         max_cuts = None if max_staleness is None else max_staleness // sync.steps_ahead
-        return sync.in_flight == "cut" and cut_tasks.must_end(batch, max_cuts)
+        return sync.in_flight == "cut" and cut_tasks.has_uncuttable_task(batch, max_cuts)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
         """Start a timer that finalizes a batch after `seconds`, unless the batch has one."""
@@ -262,7 +262,7 @@ class BatchHandlers:
             job.done(result)
 
         try:
-            self.in_hand.take_pipeline(key)
+            self.in_hand.begin_pipeline(key)
         except PipelineError as e:
             job.done(e)
         else:
@@ -316,7 +316,7 @@ class BatchHandlers:
         batch = self.live.batches.get(batch_id)
         events = batches.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
-            self.dispatcher.revoke(batch)  # with its current units; runners hear of it once it is durable
+            self.dispatcher.cancel_units(batch)  # with its current units; runners hear of it once it is durable
             self.live.record_batch(batch_id, events)
             self._on_ended(batch_id)
         self.router.reply(request)
@@ -325,7 +325,7 @@ class BatchHandlers:
         """Run ended tasks of an open batch again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
-            self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
+            self.live.find_batch(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
         )
         self.live.record_batch(batch_id, events)

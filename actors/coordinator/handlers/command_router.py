@@ -68,7 +68,7 @@ class CommandRouter:
         self._undone: dict[str, CommandRequest[Any]] = {}
         """Requests to handle again, since their turns were undone because another turn could not be written."""
 
-    def connect(self, handlers: Iterable[HandlerRow]) -> None:
+    def add_handlers(self, handlers: Iterable[HandlerRow]) -> None:
         """Add the handlers of all commands to the table. Raises TypeError if a command has none, or two."""
         for row in handlers:
             if other := self._handlers.get(row.command):
@@ -106,12 +106,12 @@ class CommandRouter:
 
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
         """Call the handler of a request. If it needs data from the log, read that in a thread and call it once more."""
-        self._live.turn.failure_calls.append(lambda error: self.lost(request, error))
+        self._live.turn.failure_calls.append(lambda error: self.on_turn_lost(request, error))
         name, handler = request.command.name, self._handlers[type(request.command)].handler
         write_count = len(self._live.turn.writes)
         self._live.fetch = fetched
         try:
-            self._in_hand.take(request)
+            self._in_hand.begin_request(request)
             handler(request)
         except NotRead as missing:
             key = missing.key  # the name `missing` ends with this block
@@ -119,7 +119,7 @@ class CommandRouter:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
                 self._in_hand.blame(request, error)
                 raise error from None  # it would record again with each new start
-            self._in_hand.put_aside(request)
+            self._in_hand.suspend_request(request)
             self._live.turn.failure_calls.pop()  # nothing of it can fail
 
             def done(result: Any) -> None:
@@ -137,7 +137,7 @@ class CommandRouter:
         finally:
             self._live.fetch = read_now
 
-    def lost(self, request: CommandRequest[Any], error: Exception) -> None:
+    def on_turn_lost(self, request: CommandRequest[Any], error: Exception) -> None:
         """Answer with the error by which the request's turn was lost. If another turn caused it, handle it later."""
         if isinstance(error, Undone):
             self._undone[request.id] = request
@@ -157,7 +157,7 @@ class CommandRouter:
     ) -> None:
         """Answer once this turn is durable, or with the error if it can't be written."""
         self._live.when_durable(lambda: self.answer(request, value, error))
-        self._live.turn.failure_calls.append(lambda lost: self.lost(request, lost))
+        self._live.turn.failure_calls.append(lambda lost: self.on_turn_lost(request, lost))
 
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None

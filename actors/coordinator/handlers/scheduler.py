@@ -97,7 +97,7 @@ class SchedulerHandlers:
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
         events = collect_decisions.schedule(
-            self._live.find(batch_id), batch_id=batch_id,
+            self._live.find_batch(batch_id), batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             evals=[i for i, task in enumerate(tasks) if task.get("is_eval")],
@@ -107,7 +107,7 @@ class SchedulerHandlers:
         if events:
             self._live.record_batch(batch_id, events)
             self._live.keep_tasks(batch_id, parcels, are_added=isinstance(events[-1], ev.TasksAdded))
-        batch = self._live.find(batch_id)
+        batch = self._live.find_batch(batch_id)
         self._router.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ class SchedulerHandlers:
         for batch in batches:
             events = collect_decisions.drop_rest(batch, reason=reason, return_partial=return_partial)
             if events:
-                self._dispatcher.revoke(batch)
+                self._dispatcher.cancel_units(batch)
                 self._record_and_end(batch, events)
         self._router.reply(request)
 
     def take(self, request: CommandRequest[TakeResults]) -> None:
         """Record that this client has the results of these tasks. Answer with the tasks that no other client took."""
         command = request.command
-        batch = self._live.find(command.batch_id)
+        batch = self._live.find_batch(command.batch_id)
         own_tasks: list[int] = []
         if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:

@@ -162,7 +162,7 @@ class AnswerHandlers:
         def fail_all(error: Exception) -> None:
             self._ids_in_delivery = frozenset()
             while self._deliveries:
-                self._router.lost(self._deliveries.popleft(), error)
+                self._router.on_turn_lost(self._deliveries.popleft(), error)
 
         self._live.when_durable(start_next)
         self._live.turn.failure_calls.append(fail_all)

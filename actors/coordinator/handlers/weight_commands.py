@@ -90,7 +90,7 @@ class LoadHandlers:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def _matching_runners(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
-        return sorted(r.name for r in self.weights.registry.rollout() if fulfil(r))
+        return sorted(r.name for r in self.weights.registry.rollout_runners() if fulfil(r))
 
     def _wait(self, request: LoadRequest, awaited: Awaited, answer: Callable[[], Any]) -> None:
         """Answer a request when its runners are done, or with an error after its timeout."""

@@ -66,7 +66,7 @@ class Handlers:
         open_store = None
         if config.explorer.progress.seconds > 0:
             open_store = functools.partial(open_journals, config.store.url, durability=config.store.durability)
-        self.journals = LostJournals(live, open_store, registry.living)
+        self.journals = LostJournals(live, open_store, registry.living_processes)
         dispatcher = Dispatcher(registry, dynamic_timeout.timeout, log_end, self.journals.is_unread)
         lora = config.rollout.lora
         max_adapters = 0 if lora is None else lora.max_adapters
@@ -95,7 +95,7 @@ class Handlers:
             self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
             MachineHandlers(self.servers, hosts, router),
         )
-        router.connect([handler_row(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
+        router.add_handlers([handler_row(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
 
     def check(self) -> None:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
@@ -117,7 +117,7 @@ class Handlers:
                 "tasks": b.expected_task_count, "settled": b.completed_task_count, "running_units": len(b.flights),
                 "pending_units": len(b.pending), "failed_attempts": b.failed_attempts,
                 "waited_for": len(self.batches.waiters.get(b.batch_id, [])),
-                "must_end": self.batches.must_end(b),
+                "must_end": self.batches.has_uncuttable_task(b),
             }
             for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]

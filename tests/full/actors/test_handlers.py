@@ -142,9 +142,9 @@ def test_each_command_has_one_handler(place: Place) -> None:
     handlers = place.handlers
     half = CommandRouter(place.live, place, lambda: None, RequestsInHand())
     with pytest.raises(TypeError, match=r"no handler for .*SubmitBatch"):
-        half.connect(handlers.runners.handlers())
+        half.add_handlers(handlers.runners.handlers())
     with pytest.raises(TypeError, match="AbortBatch has two handlers"):
-        handlers.router.connect([handler_row(AbortBatch, handlers.batches.abort)])
+        handlers.router.add_handlers([handler_row(AbortBatch, handlers.batches.abort)])
 
 
 def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_groups_than_were_asked_for(

@@ -82,11 +82,11 @@ def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_sta
 ) -> None:
     state = fold(submitted(9, ev.ContinuedTask(task=2, batch_id=8, cut_task=0, cuts=cuts)))
     assert state is not None
-    assert cut_tasks.must_end(state, bound) is waits
+    assert cut_tasks.has_uncuttable_task(state, bound) is waits
     runs = [ev.RunResult(run=run, metrics={"reward": 1.0}) for run in range(2)]
     done = ev.TaskFinished(task=2, run_id_base=0, attempt=1, runner="runner-0", incarnation=1, runs=runs, payload=None,
                            model_version=0, model_version_end=0, seconds=1.0)
-    assert not cut_tasks.must_end(evolve(state, done), bound)
+    assert not cut_tasks.has_uncuttable_task(evolve(state, done), bound)
 
 
 def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:

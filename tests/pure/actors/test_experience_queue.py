@@ -264,7 +264,7 @@ def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, 
 
         def deliver(live: LiveState, *batch_ids: int) -> None:
             for batch_id in batch_ids:
-                live.find(batch_id)  # as every request does
+                live.find_batch(batch_id)  # as every request does
                 submitted = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
                 live.record_batch(batch_id, [submitted, ev.BatchFinalizing(), delivered(batch_id, 3)])
             log.append(live.close_turn().writes, commit_id=f"{batch_ids}")

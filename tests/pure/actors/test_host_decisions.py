@@ -360,7 +360,7 @@ def test_a_host_that_is_drained_gets_nothing_new_at_once_and_is_told_when_it_has
     it.runner("runner-0")
     it.registry.leaving = frozenset({"runner-9"})  # that its server was taken away is another's word
     it.fleet.drain("b", "SIGTERM")
-    assert [r.name for r in it.registry.staying()] == ["runner-0"]
+    assert [r.name for r in it.registry.staying_runners()] == ["runner-0"]
     it.look_at(1.0)
     assert it.registry.leaving == {"runner-9"}
     assert it.sent == [("b", "", HostDrained())]

@@ -144,7 +144,7 @@ def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
     runner = SimpleNamespace(
         name="runner-0", incarnation=1, guardian="guardian", model="rollout",
         model_config=SimpleNamespace(engine_type="scripted"), send=lambda to, message: sent.append(message))
-    Runner.crashed(runner, OSError(24, "Too many open files"))  # type: ignore[arg-type]
+    Runner.on_crash(runner, OSError(24, "Too many open files"))  # type: ignore[arg-type]
     child, ended = Child("runner-0", 1, "address", born=0.0), list[str]()
     guardian = SimpleNamespace(
         children={"runner-0": child}, stopping=False, now=lambda: 1.0, end_child=lambda child, why: ended.append(why),
@@ -152,5 +152,5 @@ def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
     Guardian.on_RunnerStatus(guardian, sent[0], "address")  # type: ignore[arg-type]
     assert ended == ["its engine did not start: OSError: [Errno 24] Too many open files"]
     runner.engine_side = "there"  # what breaks later is said by what it belongs to
-    Runner.crashed(runner, OSError())  # type: ignore[arg-type]
+    Runner.on_crash(runner, OSError())  # type: ignore[arg-type]
     assert len(sent) == 1
