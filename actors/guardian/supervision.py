@@ -100,7 +100,7 @@ class Child:
     """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
     """Times of the ends that count for a quarantine."""
-    count_short_lives: int = 0
+    short_lives: int = 0
     """For the coordinator: number of short lives in a row."""
     state: str = "starting"
     seen: float = 0.0

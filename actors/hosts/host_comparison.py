@@ -29,7 +29,7 @@ def machine_facts(folders: Iterable[str]) -> dict[str, Any]:
 
 
 def _digest_or_error(folder: str) -> str | None:
-    """Return `digest_of(folder)`, or a sentence that says why the folder can't be read."""
+    """Return `model_digest(folder)`, or a sentence that says why the folder can't be read."""
     try:
         return model_digest(folder)
     except OSError as e:

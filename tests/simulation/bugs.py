@@ -50,7 +50,7 @@ def no_dedup() -> Patch:
             else:
                 batch.flights[key] = had
 
-    return mock.patch.object(batches, "outcome", outcome)
+    return mock.patch.object(batches, "apply_outcome", outcome)
 
 
 def epoch_not_checked() -> Patch:

@@ -212,7 +212,7 @@ def play(
     True.
     """
     world = ManyWorld(plan, clock)
-    patches = {"listening": lambda *_: _End(world), "LeaderLock": _Lock, "PipelineThread": _Pipeline}
+    patches = {"start_head": lambda *_: _End(world), "LeaderLock": _Lock, "PipelineThread": _Pipeline}
     with (
         doubles.installed(), mock.patch.multiple(trinity_es.actors.coordinator.actor, **patches),
         doubles.running(world), world.meter.collector(),

@@ -159,7 +159,7 @@ class HeadAnswer:
 
     would_refuse: str
     """Why the head would refuse this host; empty if it would accept it."""
-    machine_facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     """The head's machine and versions, and digests of its model folders."""
 
 

@@ -60,7 +60,7 @@ def test_nobody_waits_for_a_pipe_of_this_name(file: Path) -> None:
 
 
 def test_a_file_that_is_missing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or the key itself in TRINITY_ES_KEY"):
+    with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"):
         read_host_key(str(tmp_path / "nowhere"))
 
 
@@ -77,8 +77,8 @@ def test_root_s_file_for_a_group_of_ours_is_read_as_kubernetes_mounts_it(
 ) -> None:
     """A Secret is root's there, and `fsGroup` may read it."""
     asks = (
-        "import os, sys; from trinity_es.actors.system_key import host_key; "
-        "os.setgroups([1000]); os.setgid(1000); os.setuid(1000); print(host_key(sys.argv[1]))"
+        "import os, sys; from trinity_es.actors.system_key import read_host_key; "
+        "os.setgroups([1000]); os.setgid(1000); os.setuid(1000); print(read_host_key(sys.argv[1]))"
     )
     with tempfile.NamedTemporaryFile() as file:  # the folders of tests are closed to other users
         file.write(NEW.encode())
