@@ -16,6 +16,7 @@ from trinity_es.projections.history import attempts, critical_path
 from trinity_es.projections.reading import diff
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.experience_usage import Usage
+from trinity_es.system.other_settings import settings_phrase
 
 
 def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:
@@ -111,6 +112,12 @@ def told(*timed: tuple[float, ev.Event]) -> attempts.BatchTimeline:
     for at, event in timed:
         story.at(at).add("batch/1", event)
     return attempts.fold_timeline(story.recorded)
+
+
+def test_a_setting_of_one_side_is_told_as_not_set() -> None:
+    before, after = {"script": {"seconds": 1}}, {"script": {"tokens": 2}}
+    assert settings_phrase(diff.changes(before, after)) == (
+        "script.seconds was 1 and is not set, script.tokens was not set and is 2")
 
 
 def submitted(tasks: int) -> ev.BatchSubmitted:
