@@ -297,7 +297,7 @@ def print_state(out: Console, state: BatchState) -> None:
         f"failed attempts   {state.failed_attempts}",
         f"tasks dropped     {len(state.dropped)}",
         f"delivered         {sum(ref.count for ref in state.experiences)} experiences",
-        f"trained in step   {'' if state.trained_step is None else state.trained_step}",
+        f"trained in step   {_trained_text(state)}",
         f"stream version    {state.version}",
     ]
     out.print(Text("\n".join(lines)))
@@ -306,6 +306,13 @@ def print_state(out: Console, state: BatchState) -> None:
             out.print(Text(f"  task {number}: {error_line(status.message, 150)}", style="red"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
+
+
+def _trained_text(state: BatchState) -> str:
+    """Return the step that a batch was trained in, or that it was not; an eval is not for training."""
+    if state.trained_step is not None:
+        return str(state.trained_step)
+    return "none: it is an eval" if state.batch_type == "eval" else "not trained"
 
 
 def state_json(state: BatchState) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def print_prompts(
     for name, (epoch, offset) in tried.read.items():
         rows = unread.get(name)
         rest = "" if rows is None else f"; rows that no batch ever held: {_ranges(rows) or 'none'}"
-        out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of pass {epoch + 1}{rest}"), soft_wrap=True)
+        out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of epoch {epoch + 1}{rest}"), soft_wrap=True)
 
 
 def _ranges(rows: Sequence[int], most: int = 40) -> str:
