@@ -14,7 +14,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced
+from trinity_es.events.vocabulary import BatchTrained, HostJoined, TasksetAdvanced
 from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
@@ -235,7 +235,8 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
 def _run_progress(log: Log) -> dict[str, Any] | None:
     """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
 
-    `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell.
+    `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell;
+    `trained`: the last trained step, None if there is none; `last_at`: unix seconds of the log's last event.
     """
     newest = log.batches(batch_type="train", descending=True, limit=1)
     if not newest or not log.streams("taskset/"):
@@ -250,7 +251,11 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
     complete: bool | None = is_last_over
     if is_last_over:
         complete = None if total_steps is None else step >= total_steps
-    return {"step": step, "total_steps": total_steps, "complete": complete}
+    trained = next((r.event.step for r in log.rare(["BatchTrained"], descending=True, limit=1)
+                    if isinstance(r.event, BatchTrained)), None)
+    last = log.at(log.head().position)
+    return {"step": step, "total_steps": total_steps, "complete": complete, "trained": trained,
+            "last_at": last and last.recorded_at}
 
 
 def _last_step_of_tasksets(log: Log, config: Mapping[str, Any], step: int) -> int | None:

@@ -8,12 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from trinity_es.client.problems import end_of_run
 from trinity_es.projections.event_texts import counted
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import resume_command, span
 from trinity_es.safe_text import clock, devices, does, plain
 
-__all__ = ["show"]
+__all__ = ["show", "verdict"]
+
+_NOT_READY = "nothing is wrong, and no engine is ready yet"
 
 
 def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, Any] | None) -> str:
@@ -27,7 +30,8 @@ def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, 
         return f": the run is complete, with step {run['step']}"
     of_total = "" if run["total_steps"] is None else f" of {run['total_steps']}"
     end = ", or says that it is complete" if run["complete"] is None else ""
-    return f": the run's last step is {run['step']}{of_total}, and `{resume_command(store)}` goes on with it{end}"
+    facts = ", ".join([f"the run's last step is {run['step']}{of_total}", *end_of_run(run)])
+    return f": {facts}, and `{resume_command(store)}` goes on with it{end}"
 
 
 def _idle_line(last_batch: dict[str, Any]) -> str:
@@ -98,14 +102,16 @@ def show(out: Console, status: dict[str, Any]) -> None:
             line(f"    waits for: {b['waiting_for']}", "red" if b["stalled"] else "dim")
     for problem in status["problems"]:
         line(f"! {problem}", "red")
-    if status["problems"]:
-        return
+    if not status["problems"]:
+        text = verdict(status)
+        line(text, {"all is well": "green", _NOT_READY: "yellow"}.get(text, ""))
+
+
+def verdict(status: dict[str, Any]) -> str:
+    """Return one sentence on a system without problems."""
     if not status["up"]:
         progress = _run_progress(status.get("run"), status["store"], status.get("last_batch"))
-        line(f"nothing runs, and no batch is open{progress}")
-    elif not status["batches"] and status.get("last_batch"):
-        line(_idle_line(status["last_batch"]))
-    elif any(r["state"] == "ready" for r in status["runners"]):
-        line("all is well", "green")
-    else:
-        line("nothing is wrong, and no engine is ready yet", "yellow")
+        return f"nothing runs, and no batch is open{progress}"
+    if not status["batches"] and status.get("last_batch"):
+        return _idle_line(status["last_batch"])
+    return "all is well" if any(r["state"] == "ready" for r in status["runners"]) else _NOT_READY
