@@ -8,13 +8,20 @@ from typing import Any
 
 from trinity_es.client.silent_system import stopped_processes
 from trinity_es.config.config import Config
-from trinity_es.events.values import local_time
-from trinity_es.projections.why.answer import ADD_SERVER, Why, resume_advice, resume_after_fix, resume_command, span
+from trinity_es.projections.why.answer import (
+    ADD_SERVER,
+    Why,
+    end_of_run,
+    resume_advice,
+    resume_after_fix,
+    resume_command,
+    span,
+)
 from trinity_es.projections.why.runners import coordinator_away, problem
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
 from trinity_es.safe_text import plain
 
-__all__ = ["end_of_run", "problems"]
+__all__ = ["problems"]
 
 _SYSTEM_CAUSES = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced",
                   "no_coordinator", "no_database"}
@@ -97,13 +104,6 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
             has_more = len(why.waiting) > 1 or why.waiting[0].way_out
             more = f"; `trinity-es why {why.batch_id}` says more" if has_more else ""
             yield f"batch {why.batch_id} is stalled: {why.sentence}{more}"
-
-
-def end_of_run(run: Mapping[str, Any]) -> list[str]:
-    """Return when the log of a run that is down ends, and its last trained step, as phrases. `run`: from `health`."""
-    last_at, trained = run.get("last_at"), run.get("trained")
-    return ([f"the log's last event was at {local_time(last_at)}"] if last_at else []) + (
-        [f"the last trained step is {trained}"] if trained is not None else [])
 
 
 def _interrupted_run(killed: dict[str, int], resume: str, run: Mapping[str, Any]) -> Iterator[str]:

@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from trinity_es.client.problems import end_of_run
 from trinity_es.projections.event_texts import counted
 from trinity_es.projections.host_states import host_of
-from trinity_es.projections.why.answer import resume_command, span
+from trinity_es.projections.why.answer import end_of_run, resume_command, span
 from trinity_es.safe_text import clock, devices, does, plain
 
 __all__ = ["show", "verdict"]
