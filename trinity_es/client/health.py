@@ -105,7 +105,7 @@ def look(config: Config) -> dict[str, Any]:
     `up`: whether the system runs; `batches`: the open ones; `problems`: a line each; `ends`: why the processes of a
     system are ending; `led_by`: the leader of a run in which this machine takes no part; `last_batch`: the batch that
     ended last; `run`: progress of the `trinity-es run` in the log; `killed`: pids of the explorer and trainer that were
-    killed on this machine.
+    killed on this machine; `held`: pids of those that live.
     """
     from trinity_es.system import run_lock, running_system
 
@@ -114,6 +114,7 @@ def look(config: Config) -> dict[str, Any]:
         "keeper_ended": running_system.ended_keeper(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
         "ends": "", "led_by": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
+        "held": run_lock.holders(config),
     }
     admin = running_system.find(config)
     try:

@@ -18,8 +18,9 @@ __all__ = ["show", "verdict"]
 _NOT_READY = "nothing is wrong, and no engine is ready yet"
 
 
-def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, Any] | None) -> str:
+def _run_progress(status: dict[str, Any]) -> str:
     """Return how far the run of a system that is down got, and how to go on with it, as the end of a sentence."""
+    run, last_batch = status.get("run"), status.get("last_batch")
     if run is None and last_batch is not None:
         ago = span(time.time() - last_batch["ended_at"])
         return f": batch {plain(last_batch['batch_id'])}, the last, was {last_batch['state']} {ago} ago"
@@ -30,7 +31,9 @@ def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, 
     of_total = "" if run["total_steps"] is None else f" of {run['total_steps']}"
     end = ", or says that it is complete" if run["complete"] is None else ""
     facts = ", ".join([f"the run's last step is {run['step']}{of_total}", *end_of_run(run)])
-    return f": {facts}, and `{resume_command(store)}` goes on with it{end}"
+    pids = " ".join(str(pid) for pid in sorted(set(status.get("held", {}).values())))
+    held = f"when its process {pids} has ended (`kill {pids}` if it hangs), " if pids else ""
+    return f": {facts}, and {held}`{resume_command(status['store'])}` goes on with it{end}"
 
 
 def _idle_line(last_batch: dict[str, Any]) -> str:
@@ -109,8 +112,7 @@ def show(out: Console, status: dict[str, Any]) -> None:
 def verdict(status: dict[str, Any]) -> str:
     """Return one sentence on a system without problems."""
     if not status["up"]:
-        progress = _run_progress(status.get("run"), status["store"], status.get("last_batch"))
-        return f"nothing runs, and no batch is open{progress}"
+        return f"nothing runs, and no batch is open{_run_progress(status)}"
     if not status["batches"] and status.get("last_batch"):
         return _idle_line(status["last_batch"])
     return "all is well" if any(r["state"] == "ready" for r in status["runners"]) else _NOT_READY
