@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 import uuid
 from collections import Counter
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from benchmarks.sample_log import make
+from tests.helpers.handmade import cli
 from tests.helpers.histories import append, history
 from tests.helpers.logs import tables
 from trinity_es.events import vocabulary as ev
@@ -267,7 +269,13 @@ def test_a_life_that_ended_with_its_system_cost_nothing_while_that_was_away(tmp_
         with open_log(opened.url) as read:
             first, second = read.runner_lives()
             assert read.verify() == []  # which folds the tables in a database of its own
-        assert (first.how, first.ended_at, second.how) == ("replaced", second.started_at, "running")
+        assert (first.how, first.ended_at, second.how) == ("replaced", at["WeightsPublished"], "running")
+        if not alone:
+            assert re.search("━+x·+", cli("show", "1", "--log", tmp_path / "log").stdout), "it was down after the x"
+            for words in (["runners"], ["runners", "r"]):
+                told = cli(*words, "--log", tmp_path / "log").stdout
+                assert "\nreplaced: the whole system ended unseen; for `ended` and seconds lost, its last event" in told
+                assert "\ngone: the whole system ended unseen" in told
         assert (first.attempts_lost, first.seconds_lost) == (
             1, at["AttemptFailed" if alone else "WeightsPublished"] - at["TasksDispatched"])
         before = tables(opened)

@@ -153,7 +153,7 @@ def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
     assert [p.seconds for p in pieces] == [1.0, 4.0, 75.0, 1.0, 1.0]
     assert [p.what for p in pieces if p.fault] == [
         "task 0 attempt 1 on runner-1 #1 failed, runner_lost: it did not outlive the system",
-        "the whole system was down",
+        "nothing was recorded: in this time the whole system died, and was down",
     ]
     story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (6.0, found), (80.0, lost), *later)
     alone = [(T + 5.0, T + 6.0)]  # its coordinator alone was away, and it was lost long after that

@@ -232,7 +232,8 @@ def down(
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
     A `trinity-es run` that uses it ends by itself; one that hangs in code of yours is named with its pid. Exits 1 if
-    a process of the system could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray cluster.
+    a process of the system could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray
+    cluster.
 
     \b
     Example:
