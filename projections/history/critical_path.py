@@ -72,14 +72,15 @@ def longest_segment(timeline: BatchTimeline, outages: Sequence[tuple[float, floa
 
 
 def seen_until(attempt: Attempt, end: float, outages: Sequence[tuple[float, float]]) -> float:
-    """Return when an attempt ended: the last event before the outage that lost it, or `end` if it goes on.
+    """Return when an attempt ended, or `end` if it goes on; if an outage lost it, its last sign of life.
 
-    The next coordinator's start records the loss by an outage, so `attempt.ended_at` is the outage's end.
+    The next coordinator's start records such a loss, so `attempt.ended_at` is the outage's end. The last sign is the
+    log's last event before it, or a later record in the attempt's journal.
     """
     if attempt.outcome == "runner_lost":
         for outage_start, outage_end in outages:
             if outage_end == attempt.ended_at:
-                return outage_start
+                return min(max(outage_start, attempt.played_until or 0.0), outage_end)
     return attempt.ended_at or end
 
 

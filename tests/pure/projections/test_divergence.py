@@ -155,6 +155,10 @@ def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
         "task 0 attempt 1 on runner-1 #1 failed, runner_lost: it did not outlive the system",
         "nothing was recorded: in this time the whole system died, and was down",
     ]
+    kept = ev.AttemptKept(task=0, run_id_base=0, runs=2, attempt=1, runner="runner-1", incarnation=1, payload="p",
+                          calls=0, open_calls=1, tokens=5, steps=0, seconds=9.0)
+    story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (80.0, found), (80.0, lost), (80.0, kept), *later)
+    assert [p.seconds for p in critical_path.segments(story, [(T + 5.0, T + 80.0)])] == [1.0, 9.0, 70.0, 1.0, 1.0]
     story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (6.0, found), (80.0, lost), *later)
     alone = [(T + 5.0, T + 6.0)]  # its coordinator alone was away, and it was lost long after that
     assert [(p.seconds, p.fault) for p in critical_path.segments(story, alone)] == [
