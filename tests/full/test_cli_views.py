@@ -66,6 +66,8 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
         learned = [ev.BatchTrained(step=step)] if trained or step == 1 else []
         events += [(f"batch/{step}", [batch, *ended, *learned]),
                    ("taskset/sums", [ev.TasksetAdvanced(taskset="sums", batch_id=step, epoch=0, offset=step)])]
+        if learned:
+            events.append(("weights", [ev.WeightsPublished(version=step, method="checkpoint", path="")]))
     write(path, events)
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
