@@ -144,7 +144,7 @@ def test_a_person_is_shown_what_a_runner_waits_for() -> None:
 ])
 def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any] | None, said: str) -> None:
     assert shown(DOWN | {"run": run}).endswith(f"{said}\n")
-    hangs = "when its process 7 has ended (`kill 7` if it hangs), `trinity-es resume s`"
+    hangs = "when its process 7 has ended (`kill -9 7` if it hangs), `trinity-es resume s`"
     held = shown(DOWN | {"run": run, "held": {"explorer": 7, "trainer": 7}})
     assert held.endswith(said.replace("`trinity-es resume s`", hangs) + "\n")
 

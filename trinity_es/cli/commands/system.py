@@ -270,6 +270,6 @@ def down(
     if run_pids and not as_json:  # it belongs to whoever started it
         pids = " ".join(map(str, sorted(run_pids)))
         print(f"its `trinity-es run` (pid {pids}) is still there, and would end by itself if code in it did not hang: "
-              f"end it with `kill {pids}`, or `kill -9`")
+              f"`kill -9 {pids}` ends it, and nothing in the log is lost")
     if ended.left:
         raise typer.Exit(1)

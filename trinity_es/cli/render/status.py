@@ -32,7 +32,7 @@ def _run_progress(status: dict[str, Any]) -> str:
     end = ", or says that it is complete" if run["complete"] is None else ""
     facts = ", ".join([f"the run's last step is {run['step']}{of_total}", *end_of_run(run)])
     pids = " ".join(str(pid) for pid in sorted(set(status.get("held", {}).values())))
-    held = f"when its process {pids} has ended (`kill {pids}` if it hangs), " if pids else ""
+    held = f"when its process {pids} has ended (`kill -9 {pids}` if it hangs), " if pids else ""
     return f": {facts}, and {held}`{resume_command(status['store'])}` goes on with it{end}"
 
 
