@@ -98,7 +98,7 @@ class TrainerCheckpoints:
         return point
 
     def require_no_others(self, point: ResumePoint) -> None:
-        """Raise ConfigError if the folder is that of the run of which this is a copy, or has newer checkpoints of others.
+        """Raise ConfigError if the folder is the original's of this copy, or has newer checkpoints of other runs.
 
         Only the process that writes this run's checkpoints may call it: to others a checkpoint that the trainer is just
         publishing looks like another run's.
