@@ -282,7 +282,7 @@ def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", total_steps=1, trainer=STEADY)
     config = load_config(path)
     explored(Explorer(config))
-    before = {p: p.read_bytes() for p in config.checkpoint_dir.rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in config.checkpoint_dir.glob("*/**/*") if p.is_file()}
     other = load_config(path, [f"store.url=sqlite:///{tmp_path}/other.sqlite"])
     with pytest.raises(ConfigError, match=r"holds checkpoints that this run did not make \(global_step_1\): move"):
         Explorer(other).locate()
