@@ -46,7 +46,7 @@ SILENT_SECONDS = 20.0
 
 
 def main(setup_path: str) -> int:
-    """Start the actor system of a setup file, and return the exit status."""
+    """Start the actor system that a setup file describes, and return the exit status."""
     _save_memory()
     # Unbuffered. A buffer that a full disk did not take would be kept, and each fork would fail to write it first.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), errors="backslashreplace",
@@ -122,7 +122,7 @@ def _save_memory() -> None:
 
 
 def _import_engines(config: LaunchedConfig) -> None:
-    """Import the modules of this package's engines. vLLM's would start threads, and a user's may change later."""
+    """Import this package's own engines that need no vLLM, which starts threads. A user's engine may change later."""
     modules = {model.engine_class.partition(":")[0] for model in config.models.values() if model.engine_type != "vllm"}
     for module in modules:
         if module.startswith("trinity_es."):

@@ -100,7 +100,7 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorUp:
-    """The coordinator has the lease of the log. It tells the guardian, which tells the runners to report to it."""
+    """Coordinator to guardian: I have the lease of the log. Guardian to runners: report to this coordinator now."""
 
     coordinator: Any
     epoch: int
@@ -255,7 +255,7 @@ class RunnerActivity:
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOutcome:
-    """Results and failures of one unit."""
+    """Results and failures of one unit: some or all runs of one task."""
 
     batch_id: BatchId
     submission: str
@@ -313,7 +313,7 @@ class LeaseChange:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReport:
-    """A group of changes. The runner keeps it and sends it again until a LeaseReply names its number."""
+    """A group of lease changes. The runner keeps it and sends it again until a LeaseReply names its number."""
 
     name: str
     incarnation: int

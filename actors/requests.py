@@ -14,7 +14,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["LIMIT", "Parcel", "Reply", "Request", "Where", "WhereReply", "pack", "unpack"]
 
 LIMIT = 128 * 1024
-"""Maximum bytes of JSON inside one message; its pickle stays well under 256 KiB."""
+"""Maximum bytes of JSON in one message. The pickle of the message stays well under 256 KiB."""
 _T = TypeVar("_T")
 
 

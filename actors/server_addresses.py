@@ -44,7 +44,7 @@ def is_loopback(address: str) -> bool:
 def no_proxy_variables(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
     """Return values for NO_PROXY and no_proxy: those of the environment `variables`, plus loopback and these addresses.
 
-    Both get the same value, since HTTP clients differ in which of the two they read or prefer.
+    Both are set, since some HTTP clients read only one of them, and the others differ in which they prefer.
     """
     settings = {}
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):

@@ -27,14 +27,14 @@ MISSES = 3
 
 
 def owner_end_reason(owner: Mapping[str, Any] | None) -> str:
-    """Return that the owner process of a system (`pid`, `started`) has ended; "" if it lives or there is no owner."""
+    """Return a sentence if a system's owner process (`pid`, `started`) has ended; "" if it lives, or there is none."""
     if not owner or process_lives(owner["pid"], owner["started"]):
         return ""
     return f"process {owner['pid']}, which had started it, has ended"
 
 
 def store_loss_reason(url: str) -> str:
-    """Return in which way the store at this URL, a file or a database, was removed; "" if it may still exist. A
+    """Return a sentence if the store at this URL, a file or a database, was removed; "" if it may still exist. A
     database that does not answer counts as one that still exists."""
     # Here, since it imports SQLAlchemy, which would take most of the keeper's memory.
     from trinity_es.events.store.database.database import Database

@@ -99,7 +99,7 @@ def _read_key_file(path: str, missing: str) -> str:
 
 
 def _is_mounted(status: os.stat_result) -> bool:
-    """Return True if root owns the file and one of our groups may read it: so Kubernetes mounts a Secret for others."""
+    """Return True if root owns the file and one of our groups may read it, as when Kubernetes mounts a Secret."""
     groups = {os.getegid(), *os.getgroups()}
     return os.geteuid() != 0 and status.st_uid == 0 and status.st_gid in groups and not status.st_mode & 0o037
 

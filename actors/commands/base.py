@@ -18,9 +18,9 @@ C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 class Command(Generic[A]):
     """Base of all commands: a frozen dataclass whose fields have types of `fields.py`.
 
-    `name` is its name in messages and errors. `writes`: it is recorded in the log. `waits`: it is answered only after
-    runners or other clients have acted. While the log can't be written for a reason that may pass, clients of a command
-    that waits go on waiting; other commands that write fail at once.
+    `name` is the command's name in messages and errors. `writes` is True if it is recorded in the log, `waits` if it is
+    answered only after runners or other clients have acted. While the log can't be written for a reason that may pass,
+    clients of a command that waits go on waiting; other commands that write fail at once.
     """
 
     __pydantic_config__ = FIELDS

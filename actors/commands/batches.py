@@ -87,7 +87,8 @@ class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits
 
 
 class AddTasks(Command[int], name="add_tasks", writes=True):
-    """Add tasks to an open batch from `submit`; return the number of the first. Raises BatchNotFound, DataError."""
+    """Add tasks to an open batch from `submit`, and return the number of the first new task. Raises BatchNotFound,
+    DataError."""
 
     batch_id: Batch
     tasks: Tasks
@@ -110,13 +111,13 @@ class RedoTasks(Command[None], name="redo", writes=True):
 
     batch_id: Batch
     tasks: list[Count]
-    """Their numbers in the batch."""
+    """Numbers of the tasks in the batch."""
     reason: Text
     """The caller and the reason, recorded in the log."""
 
 
 class ProcessExperiences(Command[dict[str, float]], name="process_experiences", writes=True):
-    """Run experiences of no batch through the pipeline, and return its metrics. Raises PipelineError."""
+    """Run experiences that belong to no batch through the pipeline, and return its metrics. Raises PipelineError."""
 
     refs: list[Experiences]
     """References to experiences in the payload store."""
@@ -128,7 +129,8 @@ class GetStatus(Command[dict[str, Any]], name="status", writes=False):
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
 class ScheduleTasks(Command[int], name="schedule", writes=True):
-    """Begin a batch with these tasks, or add them to it; return the number of the first. Raises BatchAlreadyActive."""
+    """Begin a batch with these tasks, or add them to it, and return the number of the first new task. Raises
+    BatchAlreadyActive."""
 
     batch_id: Batch
     """Id of a new or a scheduled batch. Not that of an open batch from `submit`, or of a finalized train batch."""
@@ -143,7 +145,7 @@ class BatchProgress(TypedDict):
     running: int
     paused: bool
     submission: str
-    """Distinguishes this batch from others of the same id."""
+    """Id of this submission of the batch, since a batch id may be used again."""
 
 
 class PollBatch(Command[BatchProgress], name="poll", writes=True, waits=True):
@@ -193,7 +195,7 @@ class TakeResults(Command[list[int]], name="take", writes=True):
 
     batch_id: Batch
     tasks: list[Count]
-    """Their numbers in the batch."""
+    """Numbers of the tasks in the batch."""
     submission: ShortText
     """`submission` from the answer of `poll`."""
 

@@ -52,7 +52,7 @@ class DrainingHost(TypedDict):
     host: str
     epoch: int
     units: int
-    """Number of units that its runners have now."""
+    """Number of units that the host's runners have now."""
 
 
 class DrainHost(Command[DrainingHost], name="drain_host", writes=True):

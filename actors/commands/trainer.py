@@ -81,7 +81,7 @@ class PayloadPart(TypedDict):
 
 
 class TakenExperiences(TypedDict):
-    """Experiences of one batch that were taken."""
+    """Experiences that a take got from one batch."""
 
     batch_id: BatchId
     use_count: int
@@ -97,7 +97,7 @@ class TakeExperiences(Command[list[TakenExperiences]], name="take_experiences", 
     timeout: Seconds | None
     """Time until the answer TakeTimeout; null: no limit."""
     step: Whole | None
-    """The trainer's step that will use them."""
+    """The trainer's step that will use the experiences."""
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

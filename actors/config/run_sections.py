@@ -209,7 +209,8 @@ class SynchronizerConfig(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """Maximum number of steps, and so of versions, from a step to the first one that is submitted after its end."""
+        """Maximum distance, in steps and so in weights versions, from a step to the first one submitted after its end.
+        """
         return self.sync_interval + self.sync_offset if self.sync_style == "fixed" else self.max_inflight_batches
 
 

@@ -128,7 +128,7 @@ class Coordinator(BaseActor):
         self.session.open()
 
     def open_store(self) -> tuple[EventLog, PayloadStore]:
-        """Open the existing log and the payload store. Raises what EventLog.open does."""
+        """Open the existing log and the payload store. Raises the errors of EventLog.open."""
         url, durability = self.config.store.url, self.config.store.durability
         log = EventLog.open(url, durability=durability, projectors=projectors(), patience=READ_SECONDS)
         try:
@@ -236,7 +236,7 @@ class Coordinator(BaseActor):
 
     @property
     def running(self) -> bool:
-        """True while messages are handled."""
+        """True while the log's session is open, so that messages are handled."""
         return self.session is not None and self.session.running
 
     def announce(self) -> None:

@@ -64,7 +64,7 @@ class Reader:
     """Pool of reading threads; `post` delivers each result, a value or an exception, in the actor's loop."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
-        """Read with retries: each read is retried for `retry_for` seconds while the database is in trouble."""
+        """Retry each read for `retry_for` seconds while the database is in trouble."""
         self._post, self._retry_for = post, retry_for
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
 

@@ -45,7 +45,7 @@ RELOAD_SECONDS = 0.2, 10.0
 CALM_SECONDS = 10.0
 """Time without trouble after which the next pause is the first one again."""
 FENCED_SECONDS = 5.0
-"""Maximum time that a fenced coordinator waits to read who fenced it."""
+"""Maximum time that a fenced coordinator waits to read the lease of its successor."""
 LEASE = "coordinator"
 """Name of the lease of the only writer of batch events."""
 
@@ -104,7 +104,7 @@ class LogSession:
     writer: LogWriter
     watch: Watch
     has_live_state = False
-    """True once it has the lease and the live state."""
+    """True once the session has the lease and the live state."""
     start_is_durable = False
     """True once the first events of this coordinator are in the log."""
 
@@ -367,7 +367,7 @@ class LogSession:
         self._host.on_rewound(error)
 
     def _end_fenced(self, lease: Lease | Exception | None) -> None:
-        """End this coordinator with the other writer's lease, or the error of reading it."""
+        """End this coordinator. `lease` is the other writer's lease, or the error of reading it."""
         if isinstance(lease, Exception):
             self._host.log.error("the lease can't be read: %s", lease)
             lease = None

@@ -217,7 +217,7 @@ class LogWriter:
         self._on_failure(error, turns)
 
     def _call_durable(self, turns: Sequence[UnitOfWork]) -> None:
-        """Call the actions of turns that are written."""
+        """Call the `durable_calls` of turns that are in the log now."""
         for turn in turns:
             self.in_flight -= 1
             for call in turn.durable_calls:

@@ -13,14 +13,14 @@ A = TypeVar("A")
 
 
 class MessageSender(Protocol):
-    """Actor that sends."""
+    """Actor that sends messages."""
 
     def send(self, to: Any, message: Any) -> None: ...
     def now(self) -> float: ...
 
 
 class TimerHost(MessageSender, Protocol):
-    """Actor that sends and has timers."""
+    """Actor that sends messages and has timers."""
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
     def cancel(self, name: str) -> None: ...

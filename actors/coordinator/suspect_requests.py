@@ -38,9 +38,9 @@ class _Suspect:
     what: str
     """Name of the request or pipeline in errors and in the file."""
     deaths: int
-    """Number of coordinators that ended while it was in work."""
+    """Number of coordinators that ended while the request or pipeline was in work."""
     said: str = ""
-    """Error of its handler, if it raised one."""
+    """Error of the request's handler, if it raised one."""
 
 
 def fingerprint(request: CommandRequest[Any]) -> str:

@@ -21,7 +21,7 @@ class UnitsInFlight:
 
     def __init__(self, batches: Iterable[BatchState] = ()) -> None:
         self.loads: dict[Life, int] = {}
-        """(runner, incarnation) -> number of its units; without those that have none."""
+        """(runner, incarnation) -> number of its units, for runners that have any."""
         self.changed_runners: dict[str, None] = {}
         """Runners whose number of free places may have changed since the last dispatch."""
         self._units: dict[BatchId, dict[Life, dict[Key, None]]] = {}

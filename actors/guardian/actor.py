@@ -81,7 +81,7 @@ class Guardian(BaseActor):
         self.stopping = False
         """True once the children end for good, because the system ends or another one took the store."""
         self.ending = False
-        """True once this guardian ends its host's other processes, too."""
+        """True once this guardian also ends the other processes of its host."""
         self.fencing_owner = ""
         """Owner of the system that took the store from this one; empty if none did."""
         rollout = self.config.rollout

@@ -104,11 +104,11 @@ class Child:
     """For the coordinator: number of short lives in a row."""
     state: str = "starting"
     seen: float = 0.0
-    """Time of its last message."""
+    """Time of the child's last message."""
     silent: float = 0.0
-    """Seconds since its engine's loop last answered."""
+    """Seconds since the engine's loop last answered."""
     up_at: float | None = None
-    """Time at which it began to serve."""
+    """Time at which the process began to serve."""
     restart_at: float = 0.0
     is_first: bool = True
     """True if this is the child's first process."""
@@ -116,7 +116,7 @@ class Child:
     """Reason for the end of the child's last process."""
     model: str = "rollout"
     endpoint: str = ""
-    """URL of its engine while it serves."""
+    """URL of the engine while it serves."""
     is_leaving: bool = False
     """True if this runner retires because its server was removed."""
 

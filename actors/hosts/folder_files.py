@@ -52,7 +52,7 @@ class FileFacts:
     name: str
     size: int
     identity: tuple[int, int, int]
-    """Its inode, and the times when its content and its inode changed, in nanoseconds."""
+    """Inode of the file, and the times when its content and its inode changed, in nanoseconds."""
 
 
 def list_files(folder: Path) -> list[FileFacts]:

@@ -79,7 +79,7 @@ class _Pull:
 
 
 class FolderPuller:
-    """Puller of folders, for one event loop."""
+    """Client that pulls folders from the head, for one event loop."""
 
     def __init__(self, folder: Path, dialer: HeadDialer) -> None:
         """Make a puller whose pulls fail if no bytes arrive for the dialer's `timeout`. `folder` gets the files."""

@@ -33,7 +33,7 @@ THREADS = 4
 
 
 class FolderSender:
-    """Sender of folders, for one event loop."""
+    """Request handlers that send folders to hosts, for one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="folders")

@@ -51,7 +51,7 @@ class HostAgent(BaseActor):
         """Epoch of the coordinator; 0 until the head has admitted this host."""
         self.addresses: dict[str, Any] = {}
         self.clients: OrderedDict[str, Any] = OrderedDict()
-        """Request id -> address of its client."""
+        """Request id -> address of the client."""
         self.last_problem = ""
         """Last logged reason for a failed connection."""
         self.connected_file = Path(config.system.log_dir) / "connected"

@@ -22,7 +22,7 @@ class Capacity:
     places: int
     load: int
     limit: int
-    """Maximum number of units that it may have: `places`, and some that wait in the runner if units end fast."""
+    """Maximum number of units that the runner may have: `places`, and some that wait in it if units end fast."""
 
     @property
     def share(self) -> float:

@@ -25,7 +25,7 @@ class Hello:
     pid: int
     places: dict[str, int]
     build: str
-    """Version of its software."""
+    """Version of the host's software."""
 
 
 @dataclass(frozen=True, slots=True)

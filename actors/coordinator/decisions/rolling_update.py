@@ -14,10 +14,10 @@ class EngineStatus:
 
     name: str
     has_version: bool
-    """True if it has the new version."""
+    """True if the runner has the new version."""
     is_loading: bool
     has_failed: bool = False
-    """True if it could not load that version. It tries again after its next status report."""
+    """True if the runner could not load that version. It tries again after its next status report."""
 
 
 def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_reported: bool = True) -> list[str]:

@@ -30,7 +30,7 @@ class OperatorModels:
         """Model -> runner -> URL of its serving engine."""
         self._urls_changed = threading.Condition()
         self._clients: dict[tuple[str, str], Any] = {}
-        """(model, URL) -> client of this engine."""
+        """(model, URL) -> client of the engine at this URL."""
 
     def update(self, urls_by_model: Mapping[str, Mapping[str, str]]) -> None:
         """Replace the engines' URLs by these: model -> runner -> URL."""

@@ -47,7 +47,7 @@ class _BatchRow:
     trained_step: int | None
     first_position: int
     last_position: int
-    """Positions of the first and last event of its stream."""
+    """Position of the last event of the batch's stream; `first_position` is that of the first."""
 
 
 class Retention:

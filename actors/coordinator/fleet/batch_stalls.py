@@ -27,9 +27,9 @@ class _Watched:
 
     submission: str
     version: int = 0
-    """Version of its stream."""
+    """Version of the batch's stream."""
     moved_at: float = 0.0
-    """Time of its last progress, in unix seconds."""
+    """Time of the batch's last progress, in unix seconds."""
     flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
     """(unit, attempt, runner, incarnation) -> unix seconds at which this was first seen."""
     cause: tuple[object, ...] | None = None

@@ -15,7 +15,7 @@ __all__ = ["WeightGroup"]
 
 
 class WeightGroup:
-    """Members of the current group, and the invitation to the next."""
+    """Members of the current process group, and the invitation to the next one."""
 
     def __init__(self, registry: RunnerRegistry) -> None:
         self.registry = registry

@@ -51,7 +51,7 @@ class TrainerHandlers:
 
     # --- the next batch ---------------------------------------------------------------------------------------------
     def next_batch(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Answer with the next batch once there is one."""
+        """Answer with the first train batch that is finalized after the given position, once there is one."""
         timeout = request.command.timeout
         if timeout is not None:  # the client stops waiting then too
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))

@@ -72,7 +72,7 @@ class BatchHandlers:
         self.dynamic_timeout, self.journals = dynamic_timeout, journals
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
-        """Recovery decision -> number of batches; all were open when this coordinator started."""
+        """Recovery decision -> number of batches with it, among those open when this coordinator started."""
 
     def handlers(self) -> list[HandlerRow]:
         return [
@@ -184,10 +184,10 @@ class BatchHandlers:
         ))
 
     def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
-        """Begin to finalize those of these batches that have enough settled tasks and a waiting client.
+        """Begin to finalize each of these batches that has enough settled tasks and a waiting client.
 
-        `kept` are the events of the tokens that the open tasks of a single batch have. If tasks are cut and it is None,
-        their journals are read first.
+        `kept` has the events about tokens kept for the open tasks of a single batch. If it is None and tasks are to be
+        cut, their journals are read first.
         """
         may_cut = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:

@@ -36,7 +36,7 @@ Handler = Callable[[CommandRequest[Any]], None]
 
 
 class HandlerRow(NamedTuple):
-    """Command and its handler."""
+    """Row of the router's table: a command and its handler."""
 
     command: type[Command[Any]]
     handler: Handler
@@ -138,7 +138,7 @@ class CommandRouter:
             self._live.fetch = read_now
 
     def on_turn_lost(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Answer with the error by which the request's turn was lost. If another turn caused it, handle it later."""
+        """Answer a request whose turn could not be written. If another turn was the cause, handle it again instead."""
         if isinstance(error, Undone):
             self._undone[request.id] = request
         else:

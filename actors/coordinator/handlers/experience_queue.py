@@ -151,8 +151,7 @@ def choose_experiences(
 
 
 def _rank(priority: Priority, candidate: Candidate) -> float | None:
-    """Return a candidate's rank; None if it must not be taken. Raises PipelineError if the function fails or returns
-    no number."""
+    """Return a candidate's rank; None if it must not be taken. Raises PipelineError if `priority` returns no number."""
     try:
         returned = priority(candidate)
         if returned is None:
@@ -241,7 +240,7 @@ class ExperienceQueue:
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused_count)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        """Set a timer that calls `check` when the cooldown of a first experience ends."""
+        """Set a timer that calls `check` when the next cooldown of an experience ends."""
         cooldown, max_use_count = self._limits["cooldown"], self._limits["max_use_count"]
         pause = math.inf
         for delivery in self._live.queue.deliveries.values():
