@@ -107,7 +107,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
             f"where it runs, or put it on PYTHONPATH. Known: {names}", **{kind: name},
         ) from e
     if not callable(factory):
-        raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class", **{kind: name})
+        raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class: name {shape}", **{kind: name})
     return factory  # type: ignore[no-any-return]  # any callable; the caller checks what it returns
 
 

@@ -50,7 +50,8 @@ class HostsConfig(Section):
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
         if not self.engines_on_head and not self.address:
-            raise ValueError("has engines_on_head: false without hosts.address, so no host with engines could join")
+            raise ValueError("has engines_on_head: false without an address, so no host with engines could join: set "
+                             "hosts.address")
         for key, address in (("address", self.address), ("listen", self.listen)):
             host, _, port = address.rpartition(":")
             if address and not (host and port.isdecimal() and 0 < int(port) < 65536):

@@ -299,7 +299,7 @@ class LogSession:
             return
         # If only one request's content was refused, the log is well, and no other client needs to hear of it.
         log_is_well = isinstance(error, Undone) or is_content_error(error)
-        self._set_failure(Undone(f"undone with what could not be recorded: {error}") if log_is_well else error)
+        self._set_failure(Undone(f"undone, as another turn could not be recorded: {error}") if log_is_well else error)
         for turn in lost:
             for fail in turn.failure_calls:
                 fail(error)

@@ -21,7 +21,8 @@ def continued_task(task: int, earlier: BatchState | None, cut_task: int) -> ev.C
     earlier batch is unknown (None) or did not cut that task."""
     if earlier is None or not earlier.state.ended or cut_task not in earlier.cut:
         where = "an unknown batch" if earlier is None else f"batch {earlier.batch_id!r}"
-        raise DataError(f"task {task} can't continue task {cut_task} of {where}: task {cut_task} was not cut off")
+        raise DataError(f"task {task} can't continue task {cut_task} of {where}: task {cut_task} was not cut. Leave it "
+                        "out of `continues`")
     record_before = earlier.continues.get(cut_task)
     cuts = 1 if record_before is None else record_before.cuts + 1
     return ev.ContinuedTask(task=task, batch_id=earlier.batch_id, cut_task=cut_task, cuts=cuts)

@@ -92,7 +92,8 @@ class GroupAdvantage:
         mean_logprobs = []
         for e in members:
             if e.logprobs is None or not len(e.logprobs):
-                raise DataError(f"experience {e.eid} has no logprobs, and the rank_penalty of grpo needs them")
+                raise DataError(f"experience {e.eid} has no logprobs, and the rank_penalty of grpo needs them: set "
+                                "explorer.rollout_model.logprobs, or leave rank_penalty out")
             mean_logprobs.append(_mean([F32(p) for p in e.logprobs]))
         order = sorted(range(len(members)), key=lambda i: mean_logprobs[i])
         relative_rank = {i: F32(F32(rank) / F32(len(members))) for rank, i in enumerate(order)}
@@ -326,7 +327,8 @@ def _std(values: Sequence[np.float32], ddof: int) -> np.float32:
 def _set_advantage(operator: str, experience: Experience, advantage: np.float32) -> None:
     """Set advantages and returns to this number where `action_mask` is true, to 0 elsewhere. Raises DataError."""
     if experience.action_mask is None:
-        raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one")
+        raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one: have "
+                        "its workflow set one")
     advantages = experience.action_mask.astype(np.float32)
     advantages *= advantage
     experience.advantages = advantages

@@ -129,7 +129,8 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
             args["path"] = str(Path(run_dir) / args.get("path", f"outputs/{label}"))
         output = build("output", name, args, OUTPUTS, "a class with write(key, experiences)")
         if not callable(getattr(output, "write", None)):
-            raise ConfigError(f"output {name} has no method write(key, experiences)", output=name)
+            raise ConfigError(f"output {name} has no method write(key, experiences): define it, or name another class",
+                              output=name)
         outputs[label] = output
     return outputs
 

@@ -307,7 +307,8 @@ def _build_operator(name: str, args: Mapping[str, Any]) -> Operator:
     )
     process = getattr(operator, "process", None)
     if not callable(process):
-        raise ConfigError(f"operator {name} has no method process(experiences)", operator=name)
+        raise ConfigError(f"operator {name} has no method process(experiences): define it, or name another class",
+                          operator=name)
     return operator
 
 

@@ -113,7 +113,7 @@ class ServerList:
                     kill()
                     process.wait()
         if timed_out.is_set():
-            raise ValueError(f"servers.command did not end within {COMMAND_SECONDS:g} s")
+            raise ValueError(f"servers.command did not end within {COMMAND_SECONDS:g} s: let it print the list and end")
         if process.returncode != 0:  # its output may be half of the list
             raise ValueError(
                 f"servers.command failed with exit status {process.returncode}: see launch-*.log"
