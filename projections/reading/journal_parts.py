@@ -21,6 +21,8 @@ class JournalPart:
     run: int
     step: str = ""
     """Name of the step; empty for an answer."""
+    choice: int = 0
+    """Number of the answer among the answers to one request, from 0."""
     began: float
     """Time of the first record, in seconds that the run had taken over all its attempts."""
     ended: float
@@ -54,7 +56,7 @@ def journal_parts(data: bytes) -> list[JournalPart]:
             part.step = name.rpartition(" ")[0]
             part.finish = "done" if runs[run].steps[name, nth].done else ""
         else:
-            answer = runs[run].calls[name, nth][choice]
+            part.choice, answer = choice, runs[run].calls[name, nth][choice]
             part.finish, part.tokens, part.max_tokens = answer.finish, len(answer.tokens), answer.max_tokens
             part.model, part.versions = answer.model, [version for version, _, _ in answer.spans]
             part.splices, part.forbids = answer.splices, answer.forbids

@@ -49,12 +49,13 @@ class RunnerIncarnation:
     ended_at: float | None
     how: str
     """State: `running`, `lost`, `retired`, `failed`, `quarantined` or `replaced`. `replaced`: the log has no end of
-    this life, for example because the whole system ended, and the next life began at `ended_at`."""
+    this life, for example because the whole system died, and a later life began. `ended_at` is then the time of the
+    last event before that start."""
     reason: str
     model_version: int
     attempts_lost: int
     seconds_lost: float
-    """Total time of the lost attempts, from their dispatch to the end of this life or of the whole system."""
+    """Total time of the lost attempts, from their dispatch to `ended_at`."""
 
     @property
     def state(self) -> str:
@@ -384,12 +385,29 @@ def visible_state(life: RunnerIncarnation, up: bool | None) -> str:
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
     """Return all lives, ordered by runner and incarnation. A life without an end before a later one is `replaced`."""
     columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
-    rows = connection.execute(sa.select(*columns).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
-    lives = [RunnerIncarnation(**row) for row in rows]
+    query = sa.select(_lives.c.first_position, *columns).order_by(_lives.c.runner, _lives.c.incarnation)
+    positions, lives = list[int](), list[RunnerIncarnation]()
+    for position, *values in connection.execute(query):
+        positions.append(position)
+        lives.append(RunnerIncarnation(**{column.name: value for column, value in zip(columns, values, strict=True)}))
     for i, (life, successor) in enumerate(pairwise(lives)):
         if successor.runner == life.runner and life.ended_at is None:
-            lives[i] = replace(life, how="replaced", ended_at=successor.started_at or successor.ended_at)
+            ended_at = _last_event_before_start(connection, positions[i], positions[i + 1]) or successor.started_at
+            lives[i] = replace(life, how="replaced", ended_at=ended_at or successor.ended_at)
     return lives
+
+
+def _last_event_before_start(connection: sa.Connection, after: int, before: int) -> float | None:
+    """Return the time of the last event before the last coordinator's start between two positions, or None.
+
+    None means that no coordinator started between them.
+    """
+    e = schema.events.c
+    started = connection.execute(sa.select(e.position, e.commit_id).where(
+        schema.IS_RARE, e.type == "CoordinatorStarted", e.position > after, e.position < before
+    ).order_by(e.position.desc()).limit(1)).one_or_none()
+    last_event = started and connection.execute(before_start(started.position, started.commit_id)).one_or_none()
+    return None if last_event is None else float(last_event.recorded_at)
 
 
 def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:

@@ -47,7 +47,7 @@ TALK = [
 
 
 class Marked(ByteTokenizer):
-    """`U:q1|A:a1$\\n`, and so on: the end of a turn is `$`, and the template puts a newline behind it."""
+    """Tokenizer with a template like `U:q1|A:a1$\\n`: a turn ends with `$`, and the template adds a newline."""
 
     eos_token_id = ord("$")
 

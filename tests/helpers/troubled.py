@@ -88,8 +88,8 @@ def _taken(batch_id: BatchId, version: int) -> list[ev.Event]:
 def _edges() -> list[ev.Event]:
     """Return a batch of cases that simulated schedules rarely have.
 
-    Task 0 is running, 1 lost a run and was dropped, 2 waits for a runner, 3 has its newest tokens in its first unit, and
-    4 failed for two reasons in one attempt.
+    Task 0 is running, 1 lost a run and was dropped, 2 waits for a runner, 3 has its newest tokens in its first unit,
+    and 4 failed for two reasons in one attempt.
     """
     life: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
 
