@@ -40,7 +40,7 @@ def check(event: Event) -> tuple[bytes, Event]:
     except TypeError as e:  # orjson.JSONEncodeError is a TypeError
         raise InvalidEvent(f"{_unencodable_field(event)} can't be recorded: {e}", event=cls.__name__) from e
     try:
-        read_back = _build(cls, orjson.loads(data))
+        read_back = _make_event(cls, orjson.loads(data))
     except InvalidEvent:
         _require_finite(event, data)  # if this is the reason, its message says more
         raise
@@ -92,13 +92,13 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     names = _fields_and_getter(cls)[0].keys()  # type: ignore[arg-type]  # mypy takes an event's __hash__ for its class's
     if not raw.keys() <= names:
         raise InvalidEvent(f"{type_name} has no field {', '.join(sorted(raw.keys() - names))}", type=type_name)
-    return _build(cls, raw)
+    return _make_event(cls, raw)
 
 
-def _build(cls: type[Event], raw: dict[str, Any]) -> Event:
+def _make_event(cls: type[Event], raw: dict[str, Any]) -> Event:
     """Make an event of this class from a dict of its fields. Raises InvalidEvent, naming the field."""
     try:
-        return _builder(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
+        return _event_maker(cls)(raw)  # type: ignore[arg-type]  # mypy takes an event's own __hash__ for its class's
     except ValueError as e:  # pydantic.ValidationError is one
         problem = e.errors(include_url=False)[0]  # type: ignore[attr-defined]  # of a ValidationError
         path = ".".join(map(str, problem["loc"]))
@@ -115,7 +115,7 @@ def _fields_and_getter(cls: type[Event]) -> tuple[dict[str, None], Callable[[Eve
 
 
 @cache
-def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
+def _event_maker(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
     """Return the function that makes an event of this class from a dict of its fields, and checks their types."""
     from pydantic import TypeAdapter  # here, since it takes a third of this package's import time
 

@@ -103,9 +103,9 @@ class Experience:
             else "dpo" if chosen is not None and rejected is not None
             else "single_turn"
         )
-        self.tokens = self._vector("tokens", tokens)
-        self.logprobs = self._vector("logprobs", logprobs)
-        self.action_mask = self._vector("action_mask", action_mask)
+        self.tokens = self._as_vector("tokens", tokens)
+        self.logprobs = self._as_vector("logprobs", logprobs)
+        self.action_mask = self._as_vector("action_mask", action_mask)
         seq = len(self.tokens) if self.tokens is not None else 0
         if self.experience_type == "dpo":
             self.prompt_length = seq
@@ -134,12 +134,12 @@ class Experience:
         subject = "a new experience" if is_new else f"experience {uid}"
         return kind(f"{subject}: {name}{place} {problem}", eid=uid, field=name)
 
-    def _vector(self, name: str, value: Any) -> Any:
+    def _as_vector(self, name: str, value: Any) -> Any:
         """Convert a value to a 1-D array of the field's dtype; None stays None. Raises DataError."""
         dtype = VECTORS[name][0]
         if value is None or (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
             return value
-        array = self._array(name, value)
+        array = self._as_array(name, value)
         if array.ndim != 1:
             raise self._field_error(name, f"has shape {array.shape}, expected one dimension")
         if array.dtype == dtype:
@@ -162,7 +162,7 @@ class Experience:
         except FloatingPointError as e:
             raise self._field_error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
-    def _array(self, name: str, value: Any) -> Array:
+    def _as_array(self, name: str, value: Any) -> Array:
         """Convert a value to a numpy array of a dtype that payloads support. Raises DataError."""
         try:
             if hasattr(value, "detach"):  # a torch tensor, perhaps on a GPU
@@ -177,7 +177,7 @@ class Experience:
             raise self._field_error(name, f"has dtype {array.dtype}, which can't be stored: use numbers or bools")
         return array.astype(dtype, copy=False)
 
-    def _json(self, name: str, value: Any, kind: type) -> Any:
+    def _as_json(self, name: str, value: Any, kind: type) -> Any:
         """Return a copy of a JSON value in Python's own types. Raises DataError if it is not JSON, or not a `kind`."""
         if not isinstance(value, kind) or isinstance(value, str):
             raise self._field_error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
@@ -193,7 +193,7 @@ class Experience:
         fields = self.__dict__
         for name in VECTORS:
             if fields[name] is not None:
-                fields[name] = self._vector(name, fields[name])
+                fields[name] = self._as_vector(name, fields[name])
         if fields["tokens"] is None:
             raise self._field_error("tokens", "are missing")
         for name in _TOKENS:
@@ -205,12 +205,12 @@ class Experience:
         if self.reward is not None:
             self.reward = self._reward_as_float(self.reward)
         if self.routed_experts is not None:
-            self.routed_experts = self._array("routed_experts", self.routed_experts)
+            self.routed_experts = self._as_array("routed_experts", self.routed_experts)
         if self.multi_modal_inputs is not None:
             # This checks only that the keys are valid JSON.
-            self._json("multi_modal_inputs", dict.fromkeys(self.multi_modal_inputs), dict)
+            self._as_json("multi_modal_inputs", dict.fromkeys(self.multi_modal_inputs), dict)
             self.multi_modal_inputs = {
-                str.__str__(key): self._array(f"multi_modal_inputs.{key}", value)
+                str.__str__(key): self._as_array(f"multi_modal_inputs.{key}", value)
                 for key, value in self.multi_modal_inputs.items()
             }
         self.require_finite()
@@ -220,12 +220,12 @@ class Experience:
                 if not isinstance(value, str):
                     raise self._field_error(name, f"is a {type(value).__name__}, expected text")
                 if not value.isascii():
-                    self._json(name, [value], list)
-        self.info = self._json("info", self.info, dict) if self.info else {}
-        self.metrics = self._json("metrics", self.metrics, dict) if self.metrics else {}
+                    self._as_json(name, [value], list)
+        self.info = self._as_json("info", self.info, dict) if self.info else {}
+        self.metrics = self._as_json("metrics", self.metrics, dict) if self.metrics else {}
         for name in JSON:
             if fields[name] is not None:
-                fields[name] = self._json(name, fields[name], Sequence)
+                fields[name] = self._as_json(name, fields[name], Sequence)
         if not all(isinstance(c, CustomField) for c in self.custom_fields):
             raise self._field_error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
@@ -346,7 +346,7 @@ class Experience:
         """Return the JSON that a payload holds of this experience beside its arrays. Raises DataError as `validate`."""
         self.validate()
         eid = self.eid
-        return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
+        return item_of(self.__dict__, self._as_json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 
     @property
     def version_spans(self) -> list[tuple[int, int, int]]:

@@ -74,16 +74,16 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequ
             shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in arrays_of_dtype]
             flat_array = np.concatenate([a.ravel() for a in arrays_of_dtype if a is not None])
             tensor_name = str(len(entries))
-            tensors |= _as_runs(tensor_name, flat_array) or {tensor_name: flat_array}
+            tensors |= _run_length_encoded(tensor_name, flat_array) or {tensor_name: flat_array}
             shapes_or_column = all_shapes.index(shapes) if shapes in all_shapes else shapes
             entries.append([name, key, DTYPES[dtype], shapes_or_column])
             all_shapes.append(shapes)
     header = {"items": items, "columns": entries} | ({"sources": list(sources)} if sources else {})
     tensors["header"] = np.frombuffer(orjson.dumps(header), np.uint8)
-    return _file(tensors, orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors)}).decode())
+    return _safetensors_file(tensors, orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors)}).decode())
 
 
-def _as_runs(name: str, flat_array: Array) -> dict[str, Array] | None:
+def _run_length_encoded(name: str, flat_array: Array) -> dict[str, Array] | None:
     """Return a flat array run-length encoded, as two tensors of values and lengths, or None if that is not smaller."""
     if not flat_array.size or flat_array.size >= 2**32:
         return None
@@ -95,7 +95,7 @@ def _as_runs(name: str, flat_array: Array) -> dict[str, Array] | None:
     return {name: flat_array[bounds[:-1]], f"{name}.lengths": np.diff(bounds).astype(np.uint32)}
 
 
-def _file(tensors: dict[str, Array], metadata: str) -> bytes:
+def _safetensors_file(tensors: dict[str, Array], metadata: str) -> bytes:
     """Return a safetensors file. The widest dtypes come first, so that each tensor is aligned to its item size."""
     header: dict[str, Any] = {"__metadata__": {_METADATA: metadata}}
     parts = list[Any]()

@@ -377,7 +377,7 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
 
 
 def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
-    """Record the kept progress of a lost attempt. If it got further than earlier attempts, take its strike back."""
+    """Record the kept progress of a lost attempt. If it got further than earlier ones, its failure doesn't count."""
     key = event.task, event.run_id_base
     earlier = state.kept.get(key)
     if (event.tokens, event.steps) > ((0, 0) if earlier is None else (earlier.tokens, earlier.steps)):

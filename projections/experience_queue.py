@@ -83,13 +83,13 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
     """Apply one event of any stream to the state, in place, and return the state."""
     match event:
         case ev.BatchFinalized() if event.result.get("batch_type") == "train" and event.selected:
-            _add(state, stream, version, event)
-            _trim(state)
+            _add_delivery(state, stream, version, event)
+            _drop_beyond_capacity(state)
         case ev.BatchSubmitted():
-            _remove(state, stream)
+            _remove_deliveries(state, stream)
         case ev.PayloadsFreed():
             for batch_id in event.batches:
-                _remove(state, batch_stream(batch_id))
+                _remove_deliveries(state, batch_stream(batch_id))
         case ev.ExperiencesTaken():
             for item in event.items:
                 delivery = state.deliveries.get((batch_stream(item.batch_id), item.version))
@@ -105,7 +105,7 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
     return state
 
 
-def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
+def _add_delivery(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
     """Add the delivery of a finalized batch at the end."""
     import numpy as np
 
@@ -122,7 +122,7 @@ def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized)
     state.size += count
 
 
-def _trim(state: QueueState) -> None:
+def _drop_beyond_capacity(state: QueueState) -> None:
     """Remove the oldest deliveries beyond the capacity, except for the newest one. Count their unused experiences."""
     while state.size > state.capacity and len(state.deliveries) > 1:
         _, oldest = state.deliveries.popitem(last=False)
@@ -130,7 +130,7 @@ def _trim(state: QueueState) -> None:
         state.unused += int((oldest.use_counts == 0).sum())
 
 
-def _remove(state: QueueState, stream: str) -> None:
+def _remove_deliveries(state: QueueState, stream: str) -> None:
     state.unread.pop(stream, None)
     for key in [k for k in state.deliveries if k[0] == stream]:
         state.size -= len(state.deliveries.pop(key).use_counts)
@@ -178,10 +178,10 @@ def add_older(state: QueueState, deliveries: Iterable[Recorded]) -> None:
     newer_deliveries, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
     for item in sorted(deliveries, key=lambda r: r.position):
         if item.stream in unread and isinstance(item.event, ev.BatchFinalized) and item.event.selected:
-            _add(state, item.stream, item.version, item.event)
+            _add_delivery(state, item.stream, item.version, item.event)
     state.deliveries |= newer_deliveries
     unused = state.unused
-    _trim(state)
+    _drop_beyond_capacity(state)
     state.unused = unused  # deliveries that don't fit were counted before
 
 

@@ -126,7 +126,7 @@ def _values_by_metric(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[flo
     values_by_name: dict[str, tuple[str, list[float]]] = {}
     for metrics in dicts:
         for key, value in metrics.items():
-            number = _number(key, value)
+            number = _finite_number(key, value)
             if number is None:
                 continue
             name, statistic = _parse(key)
@@ -135,7 +135,7 @@ def _values_by_metric(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[flo
     return values_by_name
 
 
-def _number(key: str, value: Any) -> float | None:
+def _finite_number(key: str, value: Any) -> float | None:
     """Return a metric's value as a float, or None if it is no number. Raises DataError if it is not finite."""
     if not isinstance(value, (int, float)) and not isinstance(value, Real):  # Real is an abstract class: slow
         return None
@@ -174,7 +174,7 @@ _REDUCTIONS: Final[dict[str, Callable[[list[float]], float]]] = {
 
 
 @lru_cache(maxsize=256)
-def _draws(n: int, k: int) -> tuple[int, ...]:
+def _draw_masks(n: int, k: int) -> tuple[int, ...]:
     """Return a bit mask for each of n values, whose bits are the draws of k values that contain it.
 
     One `choice` of 1000 draws gives the same as 1000 calls. numpy guarantees that RandomState's stream never changes.
@@ -193,13 +193,13 @@ def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
     A value is the largest of a draw that contains it and no larger value. So it is enough to go through the values from
     the largest down and count draws, as bits of a number.
     """
-    draws = _draws(len(values), k)
+    draws = _draw_masks(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)
     return _mean_of_first(values, reversed(ascending), draws), _mean_of_first(values, ascending, draws)
 
 
 def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[int, ...]) -> float:
-    """Return the mean, over all draws, of the first value in `order` that the draw contains. `draws`: see `_draws`."""
+    """Return the mean, over all draws, of the first value in `order` in the draw. `draws`: from `_draw_masks`."""
     open_draws = (1 << _DRAWS) - 1
     terms = []
     for i in order:

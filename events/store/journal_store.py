@@ -80,7 +80,7 @@ class _Files:
         try:
             view = memoryview(data)
             while view:
-                view = view[os.write(self._handle(life, segment), view) :]
+                view = view[os.write(self._segment_handle(life, segment), view) :]
             if durable:
                 self._sync()
         except OSError as e:
@@ -89,7 +89,7 @@ class _Files:
                 f"{refusal(self._root, len(data), e)}"
             ) from e
 
-    def _handle(self, life: Life, segment: int) -> int:
+    def _segment_handle(self, life: Life, segment: int) -> int:
         handle = self._open.get((life, segment))
         if handle is None:
             folder = self._folder(life)

@@ -412,7 +412,7 @@ class EventLog:
 
     # --- read models ------------------------------------------------------------------------------------------------
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Rebuild every read model from the log, in one transaction, while writers wait. Return the events applied."""
+        """Rebuild every read model from the log in one transaction, while writers wait. Return the applied events."""
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
     def verify(self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None) -> list[str]:

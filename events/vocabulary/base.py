@@ -27,7 +27,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedTask:
-    """Task that continues a task which an earlier batch cut, that is stopped unfinished."""
+    """Task that continues a task of an earlier batch, which that batch cut (stopped unfinished)."""
 
     task: int
     batch_id: BatchId

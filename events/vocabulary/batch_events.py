@@ -155,7 +155,7 @@ class AttemptKept(Event, stream="batch/<id>"):
     steps: int
     """Number of workflow steps whose results were stored."""
     seconds: float
-    """Seconds that the lost attempts had taken at the last record. They count towards the next one's time limit."""
+    """Seconds that the lost attempts had taken at the last record. They count towards the next attempt's limit."""
     not_kept: dict[str, int] = field(default_factory=dict)
     """Tokens of partial answers that can't be continued, by reason: a sampling field, `8 splices`, or `a gap in the
     journal` (records before them were damaged, or dropped by `explorer.progress.max_bytes`)."""

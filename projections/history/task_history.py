@@ -61,7 +61,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
         if isinstance(item.event, ev.BatchSubmitted):
             history = None
         if history is not None:
-            _apply(history, timeline, item, item.event)
+            _apply_event(history, timeline, item, item.event)
         elif task < len(timeline.tasks):
             submission = _submission_text(timeline.state.continues.get(task))
             history = TaskHistory(
@@ -87,7 +87,7 @@ def _submission_text(continued: ev.ContinuedTask | None) -> str:
     return (f"submitted; goes on with task {continued.cut_task} of batch {continued.batch_id}, cut {times} so far")
 
 
-def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
+def _apply_event(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event: ev.Event) -> None:
     """Add an event to the history if it concerns the task."""
     task, state = history.task, timeline.state
     open_before = history.state in ("pending", "running")

@@ -173,7 +173,8 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
         second_row = second_rows.pop(batch_stream(row.batch_id), None)
         differences = _row_changes(row, second_row)
         if report.first is None and second_row is not None and (
-            differences or row.ended_at is None or _submission(first, row) != _submission(second, second_row)
+            differences or row.ended_at is None
+            or _submission_fields(first, row) != _submission_fields(second, second_row)
         ):  # an open batch is always compared by its events, because its row says too little
             left, right = (batch_content(log.events(row.batch_id, r.first_position - 1))
                            for log, r in ((first, row), (second, second_row)))
@@ -206,7 +207,7 @@ def _row_changes(first: BatchRow | None, second: BatchRow | None) -> list[Change
     return list(changes(left, right))
 
 
-def _submission(log: Log, row: BatchRow) -> tuple[Any, ...]:
+def _submission_fields(log: Log, row: BatchRow) -> tuple[Any, ...]:
     """Return the fields of a batch's submission that are compared, without the client's request id."""
     submitted = log.at(row.first_position)
     data = {} if submitted is None else orjson.loads(submitted.data)

@@ -159,7 +159,7 @@ def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> lis
     ]
 
 
-def _point(row: BatchRow, value: float) -> Point:
+def _curve_point(row: BatchRow, value: float) -> Point:
     """Return the batch's point in a curve, with its step and name."""
     name, step = row.batch_type, row.trained_step
     if row.batch_type == "eval":
@@ -178,7 +178,7 @@ def summarize(
 ) -> Overview:
     finalized_rows = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized_rows.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
-    rewards = [(r, _point(r, r.reward)) for r in finalized_rows if r.reward is not None]
+    rewards = [(r, _curve_point(r, r.reward)) for r in finalized_rows if r.reward is not None]
     loss_counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (kind, reason), count in losses.items():
         loss_counts[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
@@ -192,7 +192,7 @@ def summarize(
         runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
-        staleness=[_point(r, r.staleness) for r in finalized_rows if r.staleness is not None],
+        staleness=[_curve_point(r, r.staleness) for r in finalized_rows if r.staleness is not None],
         throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
         attempts_failed=loss_counts["attempt"], tasks_dropped=loss_counts["task"],
         experiences_dropped=loss_counts["experience"],

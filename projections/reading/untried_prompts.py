@@ -64,7 +64,7 @@ def prompts_tried(log: Log) -> PromptsTried:
         }
         sent_by_stream[stream] = sent_tasks
         submissions = log.read(stream=stream, types=["BatchSubmitted", "TasksAdded"], after=row.first_position - 1)
-        indices = [index for item in submissions for index in _indices(log, item)]
+        indices = [index for item in submissions for index in _task_indices(log, item)]
         for number, index in enumerate(indices):
             key = _prompt_key(index) or (row.batch_id, number)
             if number in sent_tasks:
@@ -118,7 +118,7 @@ def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untrie
         if item.position < row.first_position:
             resubmitted.add(item.stream)
         elif row.sent == row.tasks and (b'"tasks":null' in item.data or any(p in item.data for p in byte_patterns)):
-            for index in _indices(log, item):
+            for index in _task_indices(log, item):
                 untried.pop(_prompt_key(index), None)
     for stream in resubmitted:
         for key in _tried_before(log, stream, rows[stream].first_position):
@@ -134,9 +134,9 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
         if item.type == "TasksDispatched":
             yield from (_prompt_key(indices[unit["task"]]) for unit in orjson.loads(item.data)["units"])
         elif item.type == "TasksAdded":
-            indices += _indices(log, item)
+            indices += _task_indices(log, item)
         else:
-            indices = list(_indices(log, item))
+            indices = list(_task_indices(log, item))
 
 
 def _prompt_key(index: dict[str, Any]) -> tuple[str, bytes] | None:
@@ -144,7 +144,7 @@ def _prompt_key(index: dict[str, Any]) -> tuple[str, bytes] | None:
     return (str(index.get("taskset", "")), orjson.dumps(index["index"])) if "index" in index else None
 
 
-def _indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
+def _task_indices(log: Log, submission: Recorded) -> Iterator[dict[str, Any]]:
     """Yield the `index` of each submitted task; {} if it has none or the payload is gone."""
     event = submission.event
     assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)

@@ -244,7 +244,7 @@ def apply(group: Gathered, item: Recorded) -> None:
 def _write_life(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
     """Set these columns in the row of the life that the event names. Insert the row if it is missing."""
     parameters = _life_key(event) | {f"new_{name}": value for name, value in values.items()}
-    if not _change_life(tuple(values)).change(connection, parameters):
+    if not _life_update(tuple(values)).change(connection, parameters):
         key = {"runner": storable(event.runner, 255), "incarnation": event.incarnation}
         _NEW_LIFE.change(connection, _UNKNOWN_LIFE | {"first_position": item.position} | key | values)
 
@@ -255,7 +255,7 @@ def _life_key(event: Any) -> dict[str, Any]:
 
 
 @cache
-def _change_life(names: tuple[str, ...]) -> Prepared:
+def _life_update(names: tuple[str, ...]) -> Prepared:
     new = {name: sa.bindparam(f"new_{name}", type_=_lives.c[name].type) for name in names}
     return Prepared(sa.update(_lives).where(*_OF_LIFE).values(new))
 

@@ -26,7 +26,7 @@ REBUILD = "run `trinity-es rebuild`"
 
 def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems: Problems) -> None:
     """Report every row of the log's read models that differs from the expected row in `scratch`."""
-    for table, columns, key in _tables(scratch):
+    for table, columns, key in _read_model_tables(scratch):
         try:
             _compare(connection, scratch, problems, table, columns, key)
         except UNREADABLE as e:
@@ -35,7 +35,7 @@ def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems
             problems.add(f"table {table} can't be read ({getattr(e, 'orig', e)}): {REBUILD}")
 
 
-def _tables(scratch: sqlite3.Connection) -> Iterator[tuple[str, list[str], list[int]]]:
+def _read_model_tables(scratch: sqlite3.Connection) -> Iterator[tuple[str, list[str], list[int]]]:
     """Yield (name, columns, column indices of the key) of every table of the read models."""
     of_log = {table.name for table in schema.tables.sorted_tables}
     names = {row[0] for row in scratch.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

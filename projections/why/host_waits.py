@@ -39,16 +39,17 @@ def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, tim
     unit = waiting.text.partition(": ")[0]
     if not host.there:
         end = "is lost" if host.state == "lost" else "left"
-        text = f"{unit}: its host {host.name} {end}{_since(host)}{_because(host.reason)}, so it is attempted again"
+        end += f"{_since_text(host)}{_reason_text(host.reason)}"
+        text = f"{unit}: its host {host.name} {end}, so it is attempted again"
         return replace(waiting, cause="lost", text=text)
     if host.heard is not None:
         deadline_text = " in the end" if timeout is None else f" after {span(timeout)}"
         text = (f"{unit}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
-                f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{deadline_text}, and this is "
+                f"{local_time(host.heard)}{_reason_text(host.why_away)}; it is lost{deadline_text}, and this is "
                 "attempted elsewhere then")
         return replace(waiting, cause="away", text=text, since=host.heard)
     if host.state == "draining":
-        drains = f"its host {host.name} drains{_since(host)}{_because(host.reason)}"
+        drains = f"its host {host.name} drains{_since_text(host)}{_reason_text(host.reason)}"
         return replace(waiting, text=f"{waiting.text}; {drains}")
     return waiting
 
@@ -61,20 +62,21 @@ def hosts_without_units(
         runners = sum(host_of(name) == host.name for name in lives)
         if host.state == "draining":
             gets = "its runner gets" if runners == 1 else f"its {counted(runners, 'runner')} get"
-            text = f"host {host.name} drains{_since(host)}{_because(host.reason)}: {gets} no more units"
+            text = f"host {host.name} drains{_since_text(host)}{_reason_text(host.reason)}: {gets} no more units"
             yield Waiting(cause="draining", what=f"host {host.name}", text=text, host=host.name, since=host.since,
                           person=True)
         elif host.state == "lost" and not (others and now - (host.since or 0.0) > SHOWN_SECONDS):
-            text = f"host {host.name} is lost{_since(host)}{_because(host.reason)}: its runners come back with it"
+            loss = f"is lost{_since_text(host)}{_reason_text(host.reason)}"
+            text = f"host {host.name} {loss}: its runners come back with it"
             yield Waiting(cause="host_lost", what=f"host {host.name}", text=text, host=host.name, since=host.since,
                           person=True)
 
 
-def _since(host: HostSnapshot) -> str:
+def _since_text(host: HostSnapshot) -> str:
     """Return " since TIME" for the host's state, or "" if the time is unknown."""
     return "" if host.since is None else f" since {local_time(host.since)}"
 
 
-def _because(reason: str) -> str:
+def _reason_text(reason: str) -> str:
     """Return " (REASON)", or "" without a reason."""
     return f" ({reason})" if reason else ""

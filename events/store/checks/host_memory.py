@@ -106,11 +106,11 @@ class Memory:
         If this file has no claim of this `generation`, add those from the files of other addresses, because a log may
         have moved or have several addresses. Skip a file if our store is a copy of that file's store.
         """
-        claims, _, _ = _read(self.path)
+        claims, _, _ = _read_file(self.path)
         if not generation or any(claim.mark.generation == generation for claim in claims):
             return claims
         for path in sorted(self.path.parent.glob("acknowledged-*")):
-            foreign_claims, place, key = _read(path)
+            foreign_claims, place, key = _read_file(path)
             if foreign_claims and path != self.path and not self._is_copy(place, key):
                 claims += [c for c in foreign_claims if c.mark.generation == generation and c not in claims]
         return claims
@@ -130,7 +130,7 @@ class Memory:
     def add_claims(self, claims: Iterable[Claim]) -> None:
         """Store false claims of other processes, whose events the log lost, until a person accepts the loss."""
         with self._lock:
-            stored_claims, _, _ = _read(self.path)
+            stored_claims, _, _ = _read_file(self.path)
             candidates = dict.fromkeys([*self._others, *stored_claims[1:], *claims])
             self._others = [claim for claim in candidates if claim not in stored_claims[:1]]
             self._write([*stored_claims[:1], *self._others])
@@ -151,22 +151,22 @@ class Memory:
             if self._fd < 0:
                 make_private_folder(self.path.parent)
                 self._fd = open_private(self.path, os.O_RDWR | os.O_NOFOLLOW)
-            os.pwrite(self._fd, _encode(claims[:MOST_CLAIMS], self._url, self.key), 0)
+            os.pwrite(self._fd, _file_content(claims[:MOST_CLAIMS], self._url, self.key), 0)
             self.trouble = ""
         except OSError as e:
             self.close()
             self.trouble = f"{self.path}: {e.strerror}"
 
 
-def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
+def _file_content(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
     """Return the content of a memory file. Leave out the last claims if they don't fit in SIZE."""
     data = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
     if len(data) > SIZE - 10:
-        return _encode(claims[:-1], place, key)
+        return _file_content(claims[:-1], place, key)
     return (b"%08x %b" % (zlib.crc32(data), data)).ljust(SIZE - 1) + b"\n"
 
 
-def _read(path: Path) -> tuple[list[Claim], str, list[Any]]:
+def _read_file(path: Path) -> tuple[list[Claim], str, list[Any]]:
     """Return a memory file's claims, and the address and key of its store. Return ([], "", []) if it is unreadable."""
     for _ in range(TRIES):
         try:

@@ -27,7 +27,7 @@ from trinity_es.events.store.records.log_values import Head, Recorded
 __all__ = ["Problems", "Watcher", "check_pages", "raw_text", "verify"]
 
 MOST_PROBLEMS = 100
-"""Maximum number of reported problems; more are counted."""
+"""Maximum number of reported problems. Further ones are only counted."""
 
 PAGE = 1000
 
@@ -84,7 +84,7 @@ def verify(
 
     def check_rows(rows: Sequence[Any], end: int) -> None:
         position_before = chain.position
-        events = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
+        events = [recorded for row in rows if (recorded := chain.check_row(tuple(row))) is not None]
         if rows and chain.position == position_before:
             raise LogCorrupt(f"{database.shown}: no event after position {position_before} can be read in order")
         if watcher is not None and events:
@@ -168,7 +168,7 @@ class _ChainCheck:
         self.is_complete = True
         self._commit, self._index = "", 0
 
-    def follow(self, row: tuple[Any, ...]) -> Recorded | None:
+    def check_row(self, row: tuple[Any, ...]) -> Recorded | None:
         """Check the next row and report its problems. Return its event; None if it is unreadable or out of order."""
         add = self._problems.add
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row

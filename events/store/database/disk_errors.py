@@ -48,14 +48,15 @@ def room(path: Path, needed_bytes: int) -> str:
         break
     else:
         return f"no free space can be read for the disk of {path}: free some there, and the run continues by itself"
-    sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed_bytes)} are needed"
+    free, total, needed = map(_size_text, (usage.free, usage.total, needed_bytes))
+    sizes = f"{free} of {total} are free, about {needed} are needed"
     if usage.free < needed_bytes:
         return f"the disk of {folder} is full ({sizes}): free space there, and the run continues by itself"
     return (f"the disk of {folder} takes no more ({sizes}, so a quota, a limit of file sizes or the disk itself stops "
             "it): free space or lift the limit, and the run continues by itself")
 
 
-def _bytes(n: float) -> str:
+def _size_text(n: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}"

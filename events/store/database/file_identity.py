@@ -67,7 +67,7 @@ class OpenedFiles:
 
     def _note_file(self) -> None:
         """At the first call, remember the log's file. Later, check the identity of all files. Raises LogReplaced."""
-        status = self._stat()
+        status = self._file_status()
         if self.file is None:
             self.file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)
         elif _file_id(status) != self.file:
@@ -85,7 +85,7 @@ class OpenedFiles:
 
         Call this in a writing transaction before the commit, and again after the commit. It costs some calls of `stat`.
         """
-        status = self._stat()
+        status = self._file_status()
         if _file_id(status) != self.file:
             raise self._replaced_error()
         if status.st_size < self._size and self._is_cut(status.st_size):
@@ -149,7 +149,7 @@ class OpenedFiles:
             )
         self._sidecars[name] = file, status.st_size
 
-    def _stat(self) -> os.stat_result:
+    def _file_status(self) -> os.stat_result:
         """Return the status of the file at the log's path. Raises LogReplaced if there is none."""
         try:
             return os.stat(self.path)

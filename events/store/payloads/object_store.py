@@ -78,15 +78,15 @@ class Objects(PayloadStore):
         return require_digest(digest, data, self._url)
 
     def get_all(self, digests: Sequence[str], *, mapped: bool = False) -> Iterator[Buffer]:
-        return self._at_once(self.get, digests)
+        return self._in_parallel(self.get, digests)
 
     def checked(self) -> Iterator[tuple[str, Unusable | None]]:
         digests = self.digests()
         while part := list(islice(digests, PART)):
-            yield from zip(part, self._at_once(self.reading_error, part), strict=True)
+            yield from zip(part, self._in_parallel(self.reading_error, part), strict=True)
 
     @staticmethod
-    def _at_once(read: Callable[[str], T], digests: Sequence[str]) -> Iterator[T]:
+    def _in_parallel(read: Callable[[str], T], digests: Sequence[str]) -> Iterator[T]:
         """Yield the result of `read` for each digest, in order, with up to `MOST_REQUESTS` calls in parallel."""
         if len(digests) < 2:
             yield from map(read, digests)
@@ -153,12 +153,12 @@ class Objects(PayloadStore):
             except (obstore.exceptions.BaseError, OSError) as e:
                 if isinstance(e, FileNotFoundError) and not _NO_BUCKET.search(str(e)):
                     return None
-                raise self._error(e) from None  # its text may hold credentials
+                raise self._converted_error(e) from None  # its text may hold credentials
 
         tell = (lambda error: None) if self._tell is None else once(self._tell)
         return patiently(attempt, seconds=self._patience, tell=tell)
 
-    def _error(self, error: Exception) -> Exception:
+    def _converted_error(self, error: Exception) -> Exception:
         """Convert an error of the library to ours. Its detail `passing` is true if a retry may succeed."""
         scheme = self._url.partition(":")[0]
         text = _short_message(error, scheme)

@@ -89,7 +89,7 @@ def test_p31_times_are_averaged_not_bootstrapped() -> None:
 def test_p31_the_global_random_state_belongs_to_the_user() -> None:
     from trinity_es.projections import metric_aggregation
 
-    metric_aggregation._draws.cache_clear()
+    metric_aggregation._draw_masks.cache_clear()
     np.random.seed(7)
     wanted = np.random.random(3).tolist()
     np.random.seed(7)
