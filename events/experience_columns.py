@@ -105,7 +105,7 @@ class ExperienceColumns(Sequence[Experience]):
         if array.ndim != 1 or (array.dtype.kind not in "biu" and array.size):
             raise DataError(f"rows are {shown(rows)}: use a slice, a mask of {len(self)} bools, or integers")
         if array.dtype.kind == "b" and len(array) != len(self):
-            raise DataError(f"the mask has {len(array)} bools for {len(self)} experiences")
+            raise DataError(f"the mask has {len(array)} bools for {len(self)} experiences: give one for each")
         return array if array.size else array.astype(np.int64)
 
     @cached_property
@@ -267,7 +267,8 @@ class ExperienceColumns(Sequence[Experience]):
         lengths = self.tokens.lengths
         if (too_long := np.flatnonzero(lengths > _require_positive("max_tokens", max_tokens))).size:
             row = int(too_long[0])
-            raise DataError(f"experience {self.uids[row]} has {lengths[row]} tokens, more than max_tokens={max_tokens}")
+            raise DataError(f"experience {self.uids[row]} has {lengths[row]} tokens, more than max_tokens={max_tokens}: "
+                            "raise it, or select other rows")
         packs, room = list[list[int]](), list[int]()
         for row in np.argsort(-lengths, kind="stable").tolist():
             size = int(lengths[row])

@@ -160,7 +160,7 @@ class Payload:
             in_order.append(column)
             self.columns[name, key, dtype] = column
         if any(len(column.present) != len(self.items) for column in in_order):
-            raise CorruptPayload("this payload is wrong: a column does not have an entry for each experience")
+            raise CorruptPayload("this payload is damaged: a column does not have an entry for each experience")
 
     def part(self, first: int, count: int | None) -> range:
         """Return the range of `count` experiences from `first` on (None: to the end). Raises CorruptPayload."""
@@ -174,10 +174,10 @@ class Payload:
         flat_array, lengths = self._tensors[name], self._tensors.get(f"{name}.lengths")
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:
-                raise CorruptPayload("this payload is wrong: an array's run lengths do not add up to its size")
+                raise CorruptPayload("this payload is damaged: an array's run lengths do not add up to its size")
             return expanded(flat_array, lengths, size)
         if flat_array.size != size:
-            raise CorruptPayload("this payload is wrong: its arrays do not have the size in its header")
+            raise CorruptPayload("this payload is damaged: an array does not have the size in the header")
         return flat_array
 
 

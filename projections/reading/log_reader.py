@@ -290,7 +290,7 @@ class Log(LogEvents):
 
         answer = self._read(lambda connection: serve_answers.find(connection, [message])).get(message)
         if answer is None:
-            raise AnswerNotFound(f"no answer has the message id {message}")
+            raise AnswerNotFound(f"no answer has the message id {message!r}: give the `id` of a response of the proxy")
         if answer.payload is None:
             return []
         with closing(self.payloads()) as payloads:

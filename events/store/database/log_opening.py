@@ -30,7 +30,7 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
         if not path.exists() and not create:
             raise LogNotFound(f"no log at {path}; check store.url, or start a run there to make one")
         if path.exists() and path.stat().st_size == 0 and not create:
-            raise NotALog(f"{path} is an empty file, not a log")
+            raise NotALog(f"{path} is an empty file, not a log: check store.url, or delete the file")
         if create:
             make_private_folder(path.parent)
     patience = min(5.0, db.patience)
@@ -67,7 +67,7 @@ def _holds_log(connection: Connection, db: Database, create: bool) -> bool:
         return True
     content = f"a database without a log (tables: {', '.join(sorted(names)[:5])})" if names else "an empty database"
     if names and db.dialect == "sqlite":
-        raise NotALog(f"{db.shown} is {content}")
+        raise NotALog(f"{db.shown} is {content}: check store.url")
     if not create:
         raise LogNotFound(f"{db.shown} is {content}; start a run there to make a log")
     if db.dialect == "postgresql":
