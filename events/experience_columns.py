@@ -267,8 +267,8 @@ class ExperienceColumns(Sequence[Experience]):
         lengths = self.tokens.lengths
         if (too_long := np.flatnonzero(lengths > _require_positive("max_tokens", max_tokens))).size:
             row = int(too_long[0])
-            raise DataError(f"experience {self.uids[row]} has {lengths[row]} tokens, more than max_tokens={max_tokens}: "
-                            "raise it, or select other rows")
+            raise DataError(f"experience {self.uids[row]} has {lengths[row]} tokens, more than "
+                            f"max_tokens={max_tokens}: raise it, or select other rows")
         packs, room = list[list[int]](), list[int]()
         for row in np.argsort(-lengths, kind="stable").tolist():
             size = int(lengths[row])

@@ -63,8 +63,8 @@ def move_payloads(
     with closing(Database(url)) as database:
         place, original, epoch = database.read(lambda c: (read_place(c), original_of(database, c), _lease_epoch(c)))
         if original and delete:
-            raise ConfigError(f"--delete would delete the payloads of {original}, of which this log is a copy: run this "
-                              "without --delete")
+            raise ConfigError(f"--delete would delete the payloads of {original}, of which this log is a copy: run "
+                              "this without --delete")
         if place and place == wanted and original:
             database.write(lambda c: _record_place(database, c, place, epoch))
             return Moved(place)
