@@ -157,7 +157,7 @@ def read_older(state: QueueState, log: EventLog) -> None:
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
-    """Return the BatchFinalized events of the newest `unread` batches that together fill `room` experiences."""
+    """Return the BatchFinalized events of the newest `unread` batches, until they have `room` experiences."""
     freed = freed_positions(log.rare(["PayloadsFreed"]))
     deliveries = []
     for stream, first in unread.items():

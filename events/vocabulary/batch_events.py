@@ -80,7 +80,7 @@ class RunsFinished(Event, stream="batch/<id>"):
     incarnation: int
     runs: list[RunResult]
     payload: PayloadRef | None
-    """None for evals, whose experiences are not kept."""
+    """Experiences of `runs`; None for evals, whose experiences are not kept."""
     model_version: int
     """Oldest version that made any of the tokens."""
     model_version_end: int

@@ -94,7 +94,7 @@ def place_below(connection: Connection, url: str) -> str:
 
 
 def write_place(database: Database, connection: Connection, place: str) -> None:
-    """Record the place of the log's payloads; "" for the default place. The first release can't open other logs."""
+    """Record the place of the log's payloads; "" for the default. The first release can't open logs with others."""
     schema.payload_place.create(connection, checkfirst=True)
     connection.execute(delete(schema.payload_place))
     if place:
