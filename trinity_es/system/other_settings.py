@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trinity_es.config.config import Config
-from trinity_es.config.interpolation import escaped
+from trinity_es.config.interpolation import escape_texts
 from trinity_es.events.errors import ConfigError, LogError
 from trinity_es.events.values import shown
 from trinity_es.projections.reading.diff import OWN, Change, changes
@@ -36,7 +36,7 @@ def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
             _, recorded_config = log.config(serve=serve)
         if not recorded_config:
             return []
-        settings_before = Config.from_dict(escaped(recorded_config)).masked()
+        settings_before = Config.from_dict(escape_texts(recorded_config)).masked()
     except (ConfigError, LogError):
         return []
     return [change for change in changes(settings_before, config.masked()) if not _is_in(change.path, _NOT_COMPARED)]
