@@ -1,4 +1,4 @@
-"""Differences between a config and the one that the system of its store was started with."""
+"""Differences between a config and the config with which its store's system was started."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _RUN_SETTINGS = (
     "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address",
     "explorer.proxy_port", "explorer.proxy_tls", "explorer.proxy_without_key", "system.startup_timeout",
 )
-"""Keys that the process of a run reads itself; all others are the system's."""
+"""Keys that only the explorer or trainer process reads; the actor system uses all others."""
 _NOT_COMPARED = (*OWN, "mode", "code_path", "hosts")
-"""Keys that may differ: the names of the run, the part of a process in it, folders, and what a launcher sets."""
+"""Keys that may differ: names, mode, folders, and keys that a launcher sets."""
 
 
 def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
-    """Return how this config differs from the one with which the system of its store was last started.
+    """Return the settings in which this config differs from the one that its store's system was last started with.
 
-    Returns [] if there is no log, or if this release can't read the config in it. `serve`: compare with a system in
-    mode `serve` too.
+    Returns [] if there is no log, or if this release can't read the config in it. `serve`: also compare with a system
+    in mode `serve`.
     """
     try:
         with open_log(config.store.url) as log:
@@ -58,7 +58,7 @@ def require_same_settings(config: Config) -> None:
 
 
 def settings_phrase(settings: Iterable[Change]) -> str:
-    """Return the changed settings as a phrase for a message."""
+    """Return the changes as a phrase for a message, such as `buffer.batch_size was 8 and is 16`."""
     phrases = []
     for change in settings:
         is_long = isinstance(change.before, list | dict) or isinstance(change.after, list | dict)

@@ -26,7 +26,7 @@ Answer the following multiple choice question. The last line of your response sh
 
 
 class MultipleChoiceReward(RewardFn):
-    """`accuracy`: 1 if the last `Answer: X` of the response, or without one its last \\boxed{X}, is the truth's letter.
+    """`accuracy`: 1 if the response's last `Answer: X`, else its last \\boxed{X}, has the letter of the truth.
 
     The truth is a letter or, as in MMLU, a number from 0.
     """
@@ -77,7 +77,10 @@ class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
 
 
 def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return a GPQA row's question, its choices in an order that depends on it alone, and the right one's index."""
+    """Return a GPQA row's question, its shuffled choices, and the index of the right choice.
+
+    The order depends on the question alone.
+    """
     right_answer = row["Correct Answer"].strip()
     choices = [right_answer, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)
@@ -85,7 +88,7 @@ def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _letter(truth: Any) -> str:
-    """Return the letter of a row's answer: a letter, perhaps in brackets, or a number from 0. Raises DataError."""
+    """Return a row's answer as a letter. It is a letter, perhaps in brackets, or a number from 0. Raises DataError."""
     if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(ascii_uppercase):
         return ascii_uppercase[truth]
     letter = truth.strip().strip("()").upper() if isinstance(truth, str) else ""
