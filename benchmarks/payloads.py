@@ -1,20 +1,20 @@
 """How fast do experiences reach the trainer, and how much disk do they take?
 
-A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) runs batches of experiences of 512 tokens
-with 256 logprobs, and of 8,192 tokens with 4,096: random ones, and a reward for each. Then it measures in turn, on the
-same files (the delivered payloads and the raw ones that they refer to):
+A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) plays batches of experiences of 512 random
+tokens with 256 logprobs, and of 8,192 tokens with 4,096, each with a reward. Then it measures in turn, on the same
+files (the delivered payloads and the raw payloads that they refer to):
 
-- columns: `client.columns(batch)` reads the files, compares their digests and joins their arrays, and everything that a
-  trainer needs is computed: tokens, logprobs, masks, advantages, returns, rewards, versions, groups, runs, truncation;
-- delivered: `client.experiences(batch)` makes an object of each experience on top of that;
+- columns: `client.columns(batch)` reads the files, compares their digests and joins their arrays, and all values that a
+  trainer needs are computed: tokens, logprobs, masks, advantages, returns, rewards, versions, groups, runs, truncation;
+- delivered: `client.experiences(batch)` also makes an object of each experience;
 - floor: the same files are read, and nothing is done with their bytes (in the page cache for both);
-- the floor with the SHA-256 of each file, which a store addressed by content must compute.
+- the floor with the SHA-256 of each file, which a content-addressed store must compute.
 
-It also measures the bytes of the payload store, raw and delivered copies together, for each delivered token and
-logprob, against 4 bytes for each.
+It also measures the bytes of the payload store, raw and delivered copies together, per delivered token and logprob,
+against 4 bytes for each.
 
 It checks that every experience has the right tokens, logprobs, reward and advantage, that each file's digest is its
-name, that the store holds exactly what the log names, and that `verify` finds nothing.
+name, that the store holds exactly the payloads that the log names, and that `verify` finds no problem.
 
 `python -m benchmarks.payloads [--json FILE] [--quick]`
 """
@@ -38,11 +38,11 @@ from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.projections.verify.log import verify_log
 
 SIZES = {512: 1024, 8192: 192}
-"""Experiences of one batch, by their tokens."""
+"""{tokens of an experience: experiences of one batch}."""
 REPEATS, ROUNDS = 11, 3
-"""Number of measurements, and of reads in each."""
+"""Number of measurements, and of reads in each measurement."""
 AIMS = {512: 0.5, 8192: 0.8}
-"""Aim of columns over reading the files and their SHA-256, by tokens."""
+"""{tokens of an experience: aim of columns / reading the files with their SHA-256}."""
 STORED_AIM = 1.3
 BYTES = 4
 """Minimum bytes of a token and of a logprob."""
@@ -58,15 +58,15 @@ class Store:
         return self.root / digest[:2] / digest
 
     def files(self) -> dict[str, int]:
-        """Return the size of every file, by its name."""
+        """Return {name of a file: its size}."""
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
     def read(self, digests: Sequence[str]) -> int:
-        """Read these files; return their bytes."""
+        """Read these files, and return their total size in bytes."""
         return sum(len(self.path(d).read_bytes()) for d in digests)
 
     def read_checked(self, digests: Sequence[str]) -> int:
-        """Read these files and check each against the digest in its name; return their bytes."""
+        """Read these files, check each against the digest in its name, and return their total size in bytes."""
         size = 0
         for digest in digests:
             data = self.path(digest).read_bytes()
@@ -81,28 +81,28 @@ def reward_of(task: int) -> float:
 
 
 def check_advantages(found: Sequence[Experience]) -> None:
-    """Check that each has the advantage that the pipeline gives a task of one run."""
+    """Check that each experience has the advantage that the pipeline computes for a task of one run."""
     for e in found:
-        assert e.advantages is not None  # `check_experiences` has seen it
+        assert e.advantages is not None  # `check_experiences` checked it
         if not np.array_equal(e.advantages, np.full(len(e.advantages), e.reward / (1 + 1e-6), np.float32)):
             raise SystemExit(f"experience {e.eid} has another advantage than its reward gives")
 
 
-def use(columns: ExperienceColumns) -> int:
-    """Compute what a trainer needs of columns; return the number of its values."""
+def compute_values(columns: ExperienceColumns) -> int:
+    """Compute all values of columns that a trainer needs, and return their number."""
     vectors = columns.tokens, columns.logprobs, columns.action_mask, columns.advantages, columns.returns
     values = [columns.prompt_lengths, columns.rewards, columns.versions]
     values += [columns.groups, columns.runs, columns.truncated]
     return sum(len(vector.values) for vector in vectors) + sum(value.size for value in values) + len(columns.tasks)
 
 
-def numbers_of(count: int, tokens: int) -> int:
+def number_count(count: int, tokens: int) -> int:
     """Return the number of tokens and logprobs of a batch."""
     return count * (tokens + tokens - tokens // 2)
 
 
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
-    """Run one batch through the system, and measure the ways to read it in turn."""
+    """Play one batch, measure each way to read it in turn, and return the rows."""
     store = Store(bench.config.store.url)
     before = store.files()
     bench.one(count, tokens=tokens, reward=reward_of)
@@ -128,7 +128,7 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
 
     def columns() -> float:
         started = time.perf_counter()
-        found = sum(use(client.columns(batch_id)) for _ in range(ROUNDS))
+        found = sum(compute_values(client.columns(batch_id)) for _ in range(ROUNDS))
         seconds = time.perf_counter() - started
         if found != ROUNDS * (count * (tokens + 4 * (tokens - tokens // 2) + 8)):
             raise SystemExit(f"{found} values were delivered in columns of {count} experiences")
@@ -143,10 +143,10 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
         {"columns": columns, "ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
     )
     of, as_columns = f"delivered, {tokens:,} tokens", f"columns, {tokens:,} tokens"
-    own = delivered_size / numbers_of(count, tokens)
+    own = delivered_size / number_count(count, tokens)
     each = size / count / 1e6
     per_second = Spread.of([figure / each for figure in found["ours"]])
-    stored, least = size / numbers_of(count, tokens), float(BYTES)
+    stored, least = size / number_count(count, tokens), float(BYTES)
     return [
         pairs(as_columns, "MB/s", found["columns"], "reading and their SHA-256", found["checked"], aim=AIMS[tokens]),
         Row(of, "experiences/s", per_second),
