@@ -16,9 +16,9 @@ against 4 bytes for each.
 It checks that every experience has the right tokens, logprobs, reward and advantage, that each file's digest is its
 name, that the store holds exactly the payloads that the log names, and that `verify` finds no problem.
 
-Last, batches of 128 tasks of 16 runs go through two systems in turn, the other one stopped: one has its payloads in S3,
-the other in files. The S3 server (moto, which holds them in memory) is a process on the same cores, so the batches/s
-include its work; the CPU of our own processes, this client's too, does not.
+Last, two systems play batches of 128 tasks of 16 runs in turn, one with its payloads in S3 and one with them in
+files; the other system is suspended. The S3 server (moto, in memory) is a process on the same cores, so batches/s
+include its work, but the CPU figures of our processes (this client is one) do not.
 
 `python -m benchmarks.payloads [--json FILE] [--quick]`
 """
@@ -68,9 +68,9 @@ STORED_AIM = 1.3
 BYTES = 4
 """Minimum bytes of a token and of a logprob."""
 TASKS, RUNS, BATCHES = 128, 16, 3
-"""Size of a batch that goes through a system with payloads in S3, and the number of batches of a turn."""
+"""For S3: tasks of a batch, runs of a task, and batches of a turn."""
 S3_AIM, S3_CPU_AIM = 0.8, 1.1
-"""Aims of batches/s with S3 over those with files, and of the coordinator's CPU."""
+"""Aims of the ratios of S3 to files: batches/s, and the coordinator's CPU."""
 
 
 class Store:
@@ -185,8 +185,7 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Run an S3 server with a bucket in this process until the pipe ends; send its address and its clients'
-    environment."""
+    """Run an S3 server with a bucket in this process until the pipe closes. Send environment variables for clients."""
     server = S3Server()
     server.make_bucket()
     pipe.send(s3_environment(server))
@@ -198,7 +197,7 @@ def _serve(pipe: Connection) -> None:
 
 @contextmanager
 def s3_process() -> Iterator[None]:
-    """Run an S3 server with a bucket, whose credentials are in the environment, in a process of its own."""
+    """Run an S3 server with a bucket in its own process for this block, and set its credentials in the environment."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,))
@@ -216,8 +215,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def through(bench: Bench, batches: int) -> tuple[float, float, float]:
-    """Run batches; return batches/s, and the milliseconds of CPU a batch of the coordinator and of all processes."""
+def play_batches(bench: Bench, batches: int) -> tuple[float, float, float]:
+    """Play batches. Return batches/s, and the CPU milliseconds per batch of the coordinator and of all processes."""
     coordinator = psutil.Process(coordinator_of(bench.client))
     processes = [psutil.Process(), *family_of(coordinator.pid)]
     before = cpu_seconds([coordinator]), cpu_seconds(processes)
@@ -226,8 +225,8 @@ def through(bench: Bench, batches: int) -> tuple[float, float, float]:
     return batches / seconds, 1e3 * coordinator_cpu / batches, 1e3 * cpu / batches
 
 
-def in_s3(repeats: int, batches: int) -> list[Row]:
-    """Measure batches of a system with its payloads in S3, in turn with one that has them in files."""
+def measure_s3(repeats: int, batches: int) -> list[Row]:
+    """Return the rows that compare a system with payloads in S3 with a system with payloads in files."""
     found: dict[str, list[tuple[float, float, float]]] = {"s3": [], "files": []}
     operators = [{"name": "grpo"}]
     with (
@@ -237,7 +236,7 @@ def in_s3(repeats: int, batches: int) -> list[Row]:
         def turn(name: str, bench: Bench, other: Bench) -> float:
             with resting(*other.pids):
                 bench.one(8)
-                found[name].append(through(bench, batches))
+                found[name].append(play_batches(bench, batches))
             return 0.0
 
         alternate({"s3": lambda: turn("s3", s3, files), "files": lambda: turn("files", files, s3)}, repeats)
@@ -267,7 +266,7 @@ def main() -> int:
             raise SystemExit(f"{found.url} is not sound: {[*found.problems, *found.notes][0]}")
         if found.payloads != len(Store(url).files()):
             raise SystemExit(f"{found.payloads} payloads are verified, {len(Store(url).files())} files are there")
-    rows += in_s3(*((2, 1) if options.quick else (REPEATS, BATCHES)))
+    rows += measure_s3(*((2, 1) if options.quick else (REPEATS, BATCHES)))
     return report("Experiences as they reach the trainer, and what they take", rows, watch, [], options.json)
 
 

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 START_LOCK_SECONDS = 120.0
 """Seconds to wait for another start in the same log folder."""
 BUCKET_SECONDS = 20.0
-"""Seconds to wait for a bucket that does not answer, as commands do."""
+"""Seconds to wait for a payload bucket that does not answer."""
 
 
 def start(
@@ -50,7 +50,7 @@ def start(
     config.check()
     make_private_folder(config.system.log_dir)
     place = config.store.payloads
-    if place and folder_of(place) is None:  # here, since the keeper's warnings are in its text log
+    if place and folder_of(place) is None:  # before the keeper starts, whose warnings only its log shows
         Objects(place, BUCKET_SECONDS, lambda e: _log.warning("the start waits: %s", e)).require()
     detach = config.system.detach if detach is None else detach
     owner = None if detach else {"pid": os.getpid(), "started": process_start_time(os.getpid())}
