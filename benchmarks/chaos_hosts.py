@@ -15,8 +15,8 @@ At the end the log is compared with the trainer's results, as in `benchmarks.cha
 - hosts worked as fast as before while another host was away;
 - each host had its share of the work, and all its places were busy.
 
-`python -m benchmarks.chaos_hosts [--faults 30] [--seed 0] [--json FILE]`. The exit code is 1 if a promise broke, and 0,
-with the reason, if namespaces can't be made.
+`python -m benchmarks.chaos_hosts [--faults 30] [--seed 0] [--json FILE]`. Exit code 1 if a promise broke, 0 (with the
+reason) if namespaces can't be made.
 """
 
 from __future__ import annotations

@@ -88,10 +88,7 @@ class Cut:
 
 
 def play_and_kill(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: float, interval: float) -> Cut:
-    """Play a batch with an answer of each length, each taking `seconds`, and kill when the share `made.share` is done.
-
-    Fills in and returns `made`.
-    """
+    """Play an answer of each length in `seconds`, kill when `made.share` of it is done, and return filled `made`."""
     on.notes.clear()
     longs = [prompt_of(batch * 100 + i, length, seconds) for i, length in enumerate(lengths)]
     firsts = [prompt_of(batch * 100 + 50 + i, SHORT, 0.1) for i in range(len(lengths))]

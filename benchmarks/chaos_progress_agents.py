@@ -223,10 +223,7 @@ def add_counts(on: System, batch: int, made: Agents, expected: Sequence[Any]) ->
 
 
 def count_repeats(lives: Sequence[set[str]]) -> int:
-    """Count the attempts of a payer that repeated a payment made since it last started over.
-
-    `lives`: the payments of each attempt.
-    """
+    """Count the attempts (sets of payments) that repeated a payment made since the payer last started over."""
     count, since = 0, set[str]()
     for life in lives:
         again = bool(life & since)

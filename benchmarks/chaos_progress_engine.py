@@ -175,10 +175,7 @@ class System:
         return client
 
     def killer(self, killed: str) -> Callable[[], None]:
-        """Return a function that kills the actor `killed`, or every process, after which it restarts the system.
-
-        Everything slow is done before, so that the kill comes at once.
-        """
+        """Return a function that at once kills an actor, or all processes, after which it restarts the system."""
         with self.client() as client:
             pid = pid_of(client, "runner-0" if killed == "runner" else "coordinator")
             processes = running_system.processes(client._link.admin)

@@ -182,10 +182,7 @@ class Watch:
         return found
 
     def other_load(self, own: Sequence[str] = ("postgres",)) -> dict[str, Any]:
-        """Return load averages and every other process above `BUSY`, except names that begin with one of `own`.
-
-        `own` are servers that this benchmark started and detached.
-        """
+        """Return load averages and other processes above `BUSY`, except this benchmark's `own` servers (by name)."""
         seconds = time.monotonic() - self._begun
         me = psutil.Process()
         family = {me.pid, *(p.pid for p in me.children(recursive=True))}

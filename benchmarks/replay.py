@@ -111,10 +111,7 @@ def rebuild(url: str) -> int:
 
 
 def measured_rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
-    """Return a function that calls `work`, which returns a number of events, and returns events per second.
-
-    `most`: the number that `work` must return.
-    """
+    """Return a function that measures the events per second of `work`. `most`: the number that `work` must return."""
     def measured() -> float:
         started = time.perf_counter()
         count = work()

@@ -142,10 +142,7 @@ async def measure_cold(
 
 
 async def measure_replacement(module: str, folder: Path, rounds: int) -> list[float]:
-    """Return the seconds from the death of the only worker to the end of the next task, `rounds` times.
-
-    A spawned pool is not measured, since it breaks when a process dies.
-    """
+    """Return the seconds from a worker's death to the end of the next task. (A spawned pool breaks when one dies.)"""
     pool = Here(module, 2)
     found = []
     try:

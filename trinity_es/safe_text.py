@@ -111,10 +111,7 @@ def devices(places: Mapping[str, int]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return the values as a curve of block characters, scaled from minimum to maximum.
-
-    More than `width` values are averaged in groups.
-    """
+    """Return the values as a curve of at most `width` block characters, scaled from minimum to maximum."""
     if not values:
         return ""
     group_size = max(1, -(-len(values) // width))  # rounded up

@@ -170,10 +170,7 @@ class ScriptedEngine:
         return self.tokenizer.decode(token_ids)
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield the answer token by token; a character of several bytes comes with its last one.
-
-        An empty answer is one empty part.
-        """
+        """Yield the answer token by token, or one empty part. A multi-byte character comes with its last token."""
         [answer], token_seconds = await self._play(prompt, replace(sampling, n=1))
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         count = len(answer.token_ids)

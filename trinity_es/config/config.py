@@ -302,10 +302,7 @@ def _with_absolute_paths(section: _Section, folder: Path, *keys: str) -> _Sectio
 
 
 def _model_path(path: str, folder: Path) -> str:
-    """Return a local path as absolute, a hub id unchanged.
-
-    A path begins with ., ~ or /, or exists, or contains a / after an existing folder.
-    """
+    """Return a local path (it begins with ., ~ or /, or it or its parent folder exists) as absolute, a hub id as is."""
     if not path:
         return path
     local = Path(_absolute_path(path, folder))
@@ -343,10 +340,7 @@ def _validate(
 
 
 def _convert_texts(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
-    """Convert, in `data`, texts that pydantic refused for their type. Return whether any was converted.
-
-    Only the paths in `texts`, whose values came from environment variables, are converted.
-    """
+    """Convert those of the `texts` (paths in `data`) that pydantic refused for their type. Return whether any were."""
     has_converted = False
     for error in errors:
         path: Path_ = error["loc"]

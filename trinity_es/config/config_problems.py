@@ -93,10 +93,7 @@ def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> s
 
 
 def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Return every key of a model, depth first, as (key, type, default, description).
-
-    Entries of a list are `key[].name`.
-    """
+    """Return every key of a model, depth first, as (key, type, default, description); list entries are `key[].name`."""
     rows = []
     for name, info in model.model_fields.items():
         key = prefix + (info.alias or name)

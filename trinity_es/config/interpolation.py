@@ -75,10 +75,7 @@ def escape_texts(value: Any) -> Any:
 
 
 def convert_text(text: str, expected: str) -> Any:
-    """Return the text as a bool, an int or a float; `expected` is pydantic's error type (`bool_type`, ...).
-
-    Raises ValueError if the text can't be read so.
-    """
+    """Return the text as the bool, int or float that pydantic's error type `expected` asks for. Raises ValueError."""
     if expected == "bool_type" and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     if expected in ("int_type", "float_type"):

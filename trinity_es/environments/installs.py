@@ -164,10 +164,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _make_venv(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Make a virtualenv of the Python `base` with these packages.
-
-    Return the versions of `distribution` and of verifiers.
-    """
+    """Make a virtualenv of the Python `base` with these packages; return `distribution`'s and verifiers' versions."""
     uv_path, python = uv() or "", str(venv / "bin" / "python")
     index_options = ["--extra-index-url", index] if index else []
     _run([uv_path, "venv", "--quiet", "--python", base, str(venv)], say)

@@ -276,9 +276,9 @@ async def _translated_errors(url: str) -> AsyncIterator[None]:
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the action in a model's text: a JSON object, fenced or not. Raises ValueError.
+    """Return the action in a model's text: a JSON object, fenced or not, or the value of the only required field.
 
-    If actions have exactly one required field, any other text is the value of this field.
+    Raises ValueError.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):

@@ -2,8 +2,7 @@
 
 The environment's own process plays the episode. verifiers' token-id client calls the model at this run's endpoint, so
 training uses exactly the ids that the engine sampled; the workflow checks each id. Each trainable branch of a trace
-becomes an experience with the trace's reward. Failures keep the kind that verifiers gives them and never become a
-reward.
+becomes an experience with the trace's reward. A failure keeps verifiers' kind, and never becomes a reward.
 """
 
 from __future__ import annotations

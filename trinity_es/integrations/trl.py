@@ -165,10 +165,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- the rollout function ---------------------------------------------------------------------------------------
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Play the prompts of all processes, and return this process's rows in the order of its prompts.
-
-        GRPOTrainer calls this.
-        """
+        """Play the prompts of all processes, and return this process's rows in order. GRPOTrainer calls this."""
         self.check(trainer)
         mode: Mode = "train" if trainer.model.training else "eval"
         all_prompts = gather_object(prompts)

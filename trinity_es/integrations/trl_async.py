@@ -107,10 +107,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the rollout worker -----------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Start the worker's thread at the first batch that the trainer's checkpoint has not trained on.
-
-        Raises ConfigError, NotRunning.
-        """
+        """Start the worker's thread at the first batch after the checkpoint. Raises ConfigError, NotRunning."""
         if self._resumed_at is None:
             raise ConfigError("AsyncRollouts does not know the trainer's step: pass the AsyncRollouts to the trainer "
                               "in `callbacks`, too")

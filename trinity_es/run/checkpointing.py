@@ -162,10 +162,7 @@ class TrainerCheckpoints:
             self._unrecorded_folder = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
 
     async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
-        """Record the weights' folder and the metrics from `catch_up` in the log, and save a checkpoint if one is due.
-
-        This needs the actor system, which starts after `catch_up`.
-        """
+        """Record the folder and metrics from `catch_up`, now that the system runs; save a checkpoint if due."""
         if self._unrecorded_folder:
             await rollouts.weights_written_anew(version, self._unrecorded_folder)
             self._unrecorded_folder = ""

@@ -134,10 +134,7 @@ class RunProcess:
         return self._is_unfinished()
 
     def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
-        """Open the tasksets with the sources that the log has of them. Raises TasksetError.
-
-        A source that the log does not have is added to `unrecorded`.
-        """
+        """Open the tasksets from the sources in the log, and add other sources to `unrecorded`. Raises TasksetError."""
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))

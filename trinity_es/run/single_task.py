@@ -67,10 +67,9 @@ class PlayedTask:
 
 
 def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
-    """Return the task at row `index` (from 0) of the named taskset (None: the first one).
+    """Return the task at row `index` (from 0) of the named taskset, of training or eval (None: the first one).
 
-    A taskset for training comes before an eval taskset of the same name. `workflow` replaces the taskset's workflow.
-    Raises TasksetError and ConfigError.
+    `workflow` replaces the taskset's workflow. Raises TasksetError and ConfigError.
     """
     inputs = config.buffer.explorer_input
     tasksets: list[tuple[TasksetConfig, bool]] = [

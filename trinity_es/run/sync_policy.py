@@ -42,10 +42,7 @@ class SyncPolicy:
                    max_inflight=sync.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
-        """Return True if this step may be submitted.
-
-        `done`: step of the newest published weights; `trained`: last step that was trained on.
-        """
+        """Return whether this step may be submitted. `done`: last step published; `trained`: last step trained on."""
         if self.style == "fixed":
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.max_inflight
@@ -53,7 +50,7 @@ class SyncPolicy:
     def always_generated(self, step: int) -> int:
         """Return the last step that is always generated, whatever the timing, when `step` may be submitted.
 
-        The choice of tasks for `step` may depend on results up to there.
+        So the choice of tasks for `step` may depend on its results.
         """
         return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.max_inflight)
 
@@ -66,10 +63,7 @@ class SyncPolicy:
         return version + self.offset if self.style == "fixed" else version
 
     def done_by(self, generated: int, *, ended: bool) -> int:
-        """Return the last step that counts as published in a run without a trainer.
-
-        `generated`: last generated step; `ended`: True if no further step is submitted.
-        """
+        """Return the last step that counts as published, without a trainer. `ended`: no further step is submitted."""
         if ended:
             return generated
         return self._multiple(generated - self.offset if self.style == "fixed" else generated)

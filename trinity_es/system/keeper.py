@@ -141,10 +141,7 @@ def _run_start(request: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
 
 
 def main() -> int:
-    """Start the system that the request on standard input describes, answer, and keep it running until it ends.
-
-    Returns the exit status.
-    """
+    """Start the system of the request on standard input, answer, and keep it running. Return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     keeper = {"pid": os.getpid(), "started": process_start_time(os.getpid())}

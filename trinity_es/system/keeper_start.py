@@ -60,10 +60,7 @@ def _first_start(config: Config, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Restart a system that has died, and return the answer for the keeper.
-
-    If the system is no longer needed, end its remaining processes and return None.
-    """
+    """Restart a dead system, and return the answer for the keeper. If no longer needed, end it and return None."""
     admin = request["admin"]
     if reason := _reason_to_stop(config, admin):
         _log.warning("the system ends: %s", reason)
@@ -96,10 +93,7 @@ def _end_system(admin: dict[str, Any]) -> None:
 def _start_with_retries(
     config: Config, admin: dict[str, Any], keeper: Mapping[str, Any], claims: Sequence[Claim]
 ) -> dict[str, Any] | None:
-    """Restart the system, trying until it is up, and return its admin.
-
-    Returns None if the system is no longer needed, or if another process has started it.
-    """
+    """Try until the system is up, and return its admin; None if it is not needed or another process started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)

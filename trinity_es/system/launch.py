@@ -175,10 +175,7 @@ SELECT least(
 
 
 def _require_no_other_head(config: Config) -> None:
-    """Raise AlreadyRunning if another head leads this store's run.
-
-    Waits up to 3 s, since the database may not have noticed yet that a head of this host has ended.
-    """
+    """Raise AlreadyRunning if another head leads this store's run for 3 s; a dead head may briefly seem to lead."""
     deadline = time.monotonic() + _FORMER_HEAD_SECONDS
     while is_led(config.store.url):
         if time.monotonic() > deadline:

@@ -1,7 +1,6 @@
 """Ending all processes of a store's system, whatever its state.
 
-Unlike `lifecycle.stop` this needs no guardian. It also finds processes of earlier starts, by the file that they print
-to.
+Unlike `lifecycle.stop` this needs no guardian. It also finds processes of earlier starts, by their output file.
 """
 
 from __future__ import annotations

@@ -28,10 +28,7 @@ def memory(config: Config) -> Memory:
 
 
 def require_remembered(config: Config, others: Sequence[Claim] = ()) -> None:
-    """Raise LogRewound if the log lacks an event that this host remembers or that `others` claim.
-
-    Raises LogUnavailable if the log can't be read.
-    """
+    """Raise LogRewound if the log lacks an event that this host remembers or `others` claim. Raises LogUnavailable."""
     own_memory = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:

@@ -1,7 +1,6 @@
 """Finding a store's running system, its files and its keeper, and ending its processes.
 
-The coordinator's lease in the log says where the system runs. Pids are reused, so a process is known by pid and start
-time.
+The coordinator's lease in the log says where the system runs. Pids are reused, so a process has pid and start time.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ class HubRows:
     """Rows of one split of a dataset, mapped into memory. `revision` is the commit, `subset` the subset's name.
 
     Commit and subset come from `recorded`, else from the config; the defaults are the main branch and the default
-    subset. Raises TasksetError, with the remedy, if the dataset does not exist or is unreachable, or a package is
-    missing.
+    subset. Raises TasksetError, with the remedy, if the dataset or a package is missing or the hub is unreachable.
     """
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:

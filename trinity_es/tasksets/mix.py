@@ -18,10 +18,9 @@ class Mix:
     """Tasksets that a run trains on together, each with a share of the tasks by its `ratio`.
 
     The next task comes from the taskset that is furthest behind its share; of several such tasksets, from the first.
-    So the choice depends only on the number of tasks taken from each taskset, and not on the batch size. After any
-    number of steps each taskset has its share, within one task. A taskset that was read `epochs` times is over, and the
-    others share the rest. The run ends when all are over, so each row is used exactly `epochs` times; with `epochs:
-    null` it never ends.
+    So the choice depends only on the number of tasks taken from each, not on the batch size, and each taskset always
+    has its share within one task. A taskset that was read `epochs` times is over, and the others share the rest. The
+    run ends when all are over, so each row is used exactly `epochs` times; with `epochs: null` it never ends.
 
     `interleave="shuffled"` works as in Trinity-RFT: a pass takes all rows of all tasksets, in an order drawn for that
     pass. Within a step, tasks of one taskset come together.

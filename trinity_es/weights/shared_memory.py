@@ -41,9 +41,8 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     """Write named tensors as `version` into shared memory, all or nothing, and return the folder. Publishes nothing.
 
     `state`: {name in the model's checkpoint: torch tensor (of any device, FSDP's too) or numpy array}. `path`: the
-    folder, if its name is already fixed. Raises DataError for values that are not tensors. Raises SyncError if there is
-    too little memory, or for the first tensor that is missing, unknown, not finite, or of another shape than the
-    model's.
+    folder, if its name is already fixed. Raises DataError for values that are not tensors. Raises SyncError for too
+    little memory, or the first tensor that is missing, unknown, not finite, or of another shape than the model's.
     """
     tensors = _checked_tensors(version, state)
     problem = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference_shapes(config, tensors))
@@ -130,10 +129,7 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference_shapes(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Return the shapes of the served model and whether its head is tied.
-
-    If the model's files are not on this machine, return the shapes of `tensors` and False.
-    """
+    """Return the served model's shapes and whether its head is tied; those of `tensors` if its files are not here."""
     shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
     return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 

@@ -42,7 +42,7 @@ class MultipleChoiceReward(RewardFn):
 
 
 class MultipleChoiceWorkflow(SimpleWorkflow):
-    """Question with lettered choices; reward: `multiple_choice_reward`.
+    """Workflow that asks a question with lettered choices; reward: `multiple_choice_reward`.
 
     A row has `choices`, its prompt and its answer (a letter, or a number from 0). Or it has GPQA's `Question`, `Correct
     Answer` and `Incorrect Answer 1` to `3`, which are shuffled by a seed made of the question.
@@ -73,14 +73,11 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
 
 
 class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MultipleChoiceWorkflow, which plays each run on the runner's event loop."""
 
 
 def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return a GPQA row's question, its shuffled choices, and the index of the right choice.
-
-    The order depends on the question alone.
-    """
+    """Return a GPQA row's question, its choices in an order that depends on it, and the right choice's index."""
     right_answer = row["Correct Answer"].strip()
     choices = [right_answer, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)

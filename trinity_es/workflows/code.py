@@ -166,7 +166,7 @@ def _cpu_seconds() -> float:
 
 
 class CodeWorkflow(SimpleWorkflow):
-    """Request for a Python program; reward: `code_reward`."""
+    """Workflow that asks for a Python program; reward: `code_reward`."""
 
     default_reward = "code_reward"
 
@@ -177,7 +177,7 @@ class CodeWorkflow(SimpleWorkflow):
 
 
 class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of CodeWorkflow, which plays each run on the runner's event loop."""
 
 
 def _checks(truth: Any) -> list[_Check]:

@@ -42,7 +42,7 @@ def parse_latex(text: str, *, answer: bool) -> list[Any]:
 
 
 def is_equal(gold: Any, target: Any) -> bool:
-    """Return True if the two are mathematically is_equal, as far as sympy can tell."""
+    """Return whether the two are mathematically equal, as far as sympy can tell."""
     return bool(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 
 

@@ -43,12 +43,12 @@ then provides the user with the answer. You should present your reasoning proces
 
 
 class MathWorkflow(SimpleWorkflow):
-    """Reasoning between <think> tags and the answer between <answer> tags, as in DeepSeek-R1; reward: `math_reward`."""
+    """Workflow with reasoning in <think> and the answer in <answer> tags, as DeepSeek-R1; reward: `math_reward`."""
 
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
-        """Take another task. If it has no system prompt, and its reward is `math_reward`, it gets a fitting one."""
+        """Take another task. If its reward is `math_reward` and it has no system prompt, set the fitting prompt."""
         reward = class_path(task.reward_fn or self.default_reward)
         if reward in _MATH_REWARD_NAMES and task.format_args.get("system_prompt") is None:
             task = replace(task, format_args=Args({**task.format_args, "system_prompt": _THINK_ANSWER}))
@@ -59,11 +59,11 @@ _MATH_REWARD_NAMES = ("math_reward", "trinity_es.workflows.math_rewards:MathRewa
 
 
 class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathWorkflow, which plays each run on the runner's event loop."""
 
 
 class MathBoxedWorkflow(SimpleWorkflow):
-    """The answer in \\boxed{}; reward: `math_boxed_reward`.
+    """Workflow that asks for the answer in \\boxed{}; reward: `math_boxed_reward`.
 
     `workflow_args`: `with_think` (false; true asks for reasoning between <think> tags), `format_score_coef` (0.1:
     penalty for leaving them out), `use_base` (false; true makes the prompt plain text, for a base model).
@@ -107,11 +107,11 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
 
 class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathBoxedWorkflow, which plays each run on the runner's event loop."""
 
 
 class MathEvalWorkflow(SimpleWorkflow):
-    """Evaluation with Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
+    """Workflow with Qwen2.5-Math's prompt and sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
 
     The prompt is always the row's `question`, whatever `prompt_key` is.
     """
@@ -131,7 +131,7 @@ class MathEvalWorkflow(SimpleWorkflow):
 
 
 class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathEvalWorkflow, which plays each run on the runner's event loop."""
 
 
 class MathRMWorkflow(SimpleWorkflow):
@@ -145,4 +145,4 @@ class MathRMWorkflow(SimpleWorkflow):
 
 
 class AsyncMathRMWorkflow(AsyncSimpleWorkflow, MathRMWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathRMWorkflow, which plays each run on the runner's event loop."""

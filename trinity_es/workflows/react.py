@@ -55,10 +55,7 @@ class Tool:
 
 @functools.cache
 def tool_of(path: str) -> Tool:
-    """Return the tool for the function "module:name".
-
-    Raises UnknownWorkflow if it can't be imported, DataError if its type hints give no JSON schema.
-    """
+    """Return the tool for "module:name". Raises UnknownWorkflow, or DataError if its hints give no JSON schema."""
     function: Any = resolve(path, {}, "tool")
     try:
         parameters = pydantic.TypeAdapter(function).json_schema()

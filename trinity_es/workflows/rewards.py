@@ -45,10 +45,7 @@ _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
 class RewardFn(ABC):
-    """Base of reward classes. An object is built with `reward_fn_args` and called for each answer.
-
-    It returns {name: part}; the reward is the sum of the parts.
-    """
+    """Base of reward classes: built with `reward_fn_args`, called for each answer, returning {name: part} to add up."""
 
     grader_timeout: float | Callable[..., float] | None = None
     """Time limit in seconds of a call, which is then made in a grader process, or a function of `reward_fn_args` that

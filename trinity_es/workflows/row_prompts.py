@@ -62,10 +62,7 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
 
 
 def with_question(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Return the messages with the text of the last user message replaced by `question(text)`.
-
-    Raises DataError if there is no user message.
-    """
+    """Return the messages with the text of the last user message replaced by `question(text)`. Raises DataError."""
     index = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if index is None:
         raise DataError("no message of the prompt is the user's, so there is no question in it: add a message with "

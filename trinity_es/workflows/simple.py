@@ -88,7 +88,7 @@ class SimpleWorkflow(Workflow):
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of SimpleWorkflow, which plays each run on the runner's event loop."""
 
     can_reset = False
     can_repeat = False
