@@ -61,7 +61,8 @@ class TrainerCheckpoints:
         self.path_changed = False
         """True if the run's folders were moved, so the log has an old path of the current weights."""
         self._unpublished_file = self._checkpoints.folder / "begun.json"
-        """File that exists while a checkpoint is written but not published; it names the step and the run."""
+        """File that names the run which writes into this folder, and the step of its checkpoint that is being written;
+        0 if none is."""
 
     @property
     def diskless(self) -> bool:
@@ -97,7 +98,7 @@ class TrainerCheckpoints:
         return point
 
     def require_no_foreign_checkpoints(self, point: ResumePoint) -> None:
-        """Raise ConfigError if the folder holds newer checkpoints of another run.
+        """Raise ConfigError if the folder is that of this copy's original, or has newer checkpoints of another run.
 
         Only the process that writes this run's checkpoints may call this. In another process, a checkpoint that the
         trainer is about to publish would look like another run's.
@@ -108,6 +109,10 @@ class TrainerCheckpoints:
             names = ", ".join(f"global_step_{step}" for step in foreign_steps)
             raise ConfigError(f"{self._checkpoints.folder} holds checkpoints that this run did not make ({names}): "
                               "move them away, or choose another `name`")
+        owner = self._checkpoints.folder / str(self._read_note().get("store", ""))  # relative, if it is a file
+        if newest and owner.is_file() and self._unpublished_step() is None:
+            raise ConfigError(f"{self._checkpoints.folder} belongs to the run in {owner.resolve()}, of which this log "
+                              "is a copy: choose another `name` or `checkpoint_root_dir`")
 
     # --- resume -----------------------------------------------------------------------------------------------------
     def remove_unpublished(self, point: ResumePoint) -> None:
@@ -119,11 +124,19 @@ class TrainerCheckpoints:
 
     def _unpublished_step(self) -> int | None:
         """Return the step of a checkpoint that this run began to write and did not publish, if any."""
+        note = self._read_note()
+        return int(note["step"]) if note.get("store") == self._store_id() else None
+
+    def _read_note(self) -> dict[str, Any]:
+        """Return what the folder's file says about the run that writes into it; empty if there is no file."""
         try:
-            unpublished = json.loads(self._unpublished_file.read_bytes())
+            return dict(json.loads(self._unpublished_file.read_bytes()))
         except (OSError, ValueError):
-            return None
-        return int(unpublished["step"]) if unpublished["store"] == self._store_id() else None
+            return {}
+
+    def _write_note(self, step: int) -> None:
+        self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
+        self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
 
     def _store_id(self) -> str:
         """Return an id of this run: the address of its store, or a SQLite file's path relative to the checkpoints."""
@@ -188,11 +201,10 @@ class TrainerCheckpoints:
         if path.exists() and self._unpublished_step() != step:
             raise ConfigError(f"{path} exists already, but this run did not make it: move it away, then continue the "
                               "run with `resume`")
-        self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
-        self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
+        self._write_note(step)
         await asyncio.to_thread(call_trainer, trainer.save, str(path), step=step)
         await rollouts.sync_weights(step, path)
-        self._unpublished_file.unlink(missing_ok=True)
+        self._write_note(0)
         self.saved_step = step
         for old_step in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(self._checkpoints.path(old_step), ignore_errors=True)
