@@ -68,10 +68,7 @@ class KnownSystem:
 
 @contextmanager
 def known_system(places: int, pipeline: str = "lean") -> Iterator[KnownSystem | None]:
-    """Run the known system with `places` runners for this block. Yields None if it is not installed.
-
-    `pipeline`: "lean" or "default".
-    """
+    """Run the known system with `places` runners; yield None if it is not installed. `pipeline`: "lean", "default"."""
     if not (name := os.environ.get("KNOWN_SYSTEM")):
         yield None
         return

@@ -34,10 +34,7 @@ pretrained with its only tool; a template for a larger model shows them.
 
 
 def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
-    """Pretrain a model, and write it and its tokenizer to the new folder `directory`, which is returned.
-
-    The same seed gives the same weights.
-    """
+    """Pretrain a model into the new folder `directory`, which is returned. The same seed gives the same weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,10 +14,7 @@ __all__ = ["call_problems", "reward_problems", "workflow_problems"]
 def workflow_problems(
     key: str, workflow: Any, args: Mapping[str, Any], import_problems: Callable[[str, str], list[str]]
 ) -> list[str]:
-    """Return the problems of the `workflow_args` at `key`, a line each.
-
-    `import_problems(key, name)` returns the problems of a "module:name".
-    """
+    """Return the problems of the `workflow_args` at `key`. `import_problems(key, name)`: those of a "module:name"."""
     parameters = workflow.taken_args() if hasattr(workflow, "taken_args") else None
     if parameters is None:
         return []

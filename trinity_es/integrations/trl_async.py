@@ -96,10 +96,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     @property
     def client(self) -> RolloutClient:
-        """Client of the system; connects on first use.
-
-        Raises NotRunning; AlreadyRunning if another process trains on this store.
-        """
+        """Client, connected on first use. Raises NotRunning; AlreadyRunning if another process trains on the store."""
         if self._client is None:
             hold(self.config, "trainer")
             self._client = connect(self.config, resumed_at=self._resumed_at)

@@ -52,10 +52,7 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(system: Mapping[str, Any], remember: Callable[[], None]) -> str:
-    """Wait until the system or its owner has ended, or kill a hanging system. Return the reason.
-
-    `remember` is called in each round.
-    """
+    """Wait until the system or its owner ends, or kill a hanging system; return the reason. Calls `remember` often."""
     admin, addresses, limit = system["admin"], system["addresses"], system["heartbeat_timeout"]
     pids = {"admin": admin["pid"], "guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
