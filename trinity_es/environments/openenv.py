@@ -276,7 +276,7 @@ async def _translated_errors(url: str) -> AsyncIterator[None]:
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the action in a text: a JSON object, fenced or not, or the only required field's value. Raises ValueError."""
+    """Return a text's action: a JSON object, fenced or not, or the only required field's value. Raises ValueError."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):
         text = "\n".join(text.splitlines()[1:-1]).strip()
