@@ -30,7 +30,7 @@ from trinity_es.actors.messages import HostLeaves
 from trinity_es.actors.system_key import KEY_VARIABLE, read_host_key
 from trinity_es.client.connection import Connection, system_gone
 from trinity_es.config.config import Config
-from trinity_es.config.interpolation import escaped
+from trinity_es.config.interpolation import escape_texts
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, SyncError, TrinityError, WrongKey
@@ -105,7 +105,7 @@ def config_of(
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
         raise NotRunning(f"the run of {masked(url)} has had no head host yet: start one with `trinity-es up` or `run`")
-    data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
+    data: dict[str, Any] = escape_texts(cast(ev.SystemConfigured, last.event).config)
     data["store"] = {**data["store"], "url": url}
     hosts = data.get("hosts", {})
     if not key_file and not os.environ.get(KEY_VARIABLE):  # then it is at the same path as on the head
