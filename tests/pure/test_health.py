@@ -228,7 +228,7 @@ def test_batches_are_told_as_the_log_has_them_which_is_read_last(
                "pending_units": 0, "failed_attempts": 0, "waited_for": 0} for n in (1, 2)]
     live = {"system": {"children": []}, "weights_version": 0, "batches": before, "runners": []}
     monkeypatch.setattr(health, "facts", lambda config: (live, {"up": True}))
-    told = shown(health.look(config))
+    told = shown(health.read_health(config))
     assert "open batches 2\n" in told
     assert "  2: running, 1 of 2 tasks, 0 units running, 1 waiting, 1 failed attempts\n" in told
     assert "  3: running, 0 of 2 tasks, 0 units running, 2 waiting\n" in told

@@ -42,7 +42,7 @@ def status(
         settings = settings_of(Path(config_or_log), log)
     else:
         settings = settings_of(config, named_once(config_or_log, log))
-    state = health.look(settings)
+    state = health.read_health(settings)
     if as_json:
         print_json(state)
     else:
