@@ -228,7 +228,7 @@ class RolloutClient(SystemClient):
             yield from self._columns(batch_id, [ref])
 
     def columns(self, batch_id: BatchId) -> ExperienceColumns:
-        """Return the experiences of a finalized train batch as columns, in order. Raises the errors of `experiences`."""
+        """Return the experiences of a finalized train batch as columns, in order. Raises as `experiences`."""
         return self._columns(batch_id, self._delivered_refs(batch_id))
 
     def _delivered_refs(self, batch_id: BatchId) -> list[PayloadRef]:

@@ -87,8 +87,8 @@ def resume(trainer: Any) -> None:
         if state.global_step >= _last_step(trainer):
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
-            report_progress(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its last; "
-                       "raise max_steps or num_train_epochs to go on from it")
+            report_progress(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its "
+                                  "last; raise max_steps or num_train_epochs to go on from it")
             return
     trainer.train(resume_from_checkpoint=checkpoint)
 
