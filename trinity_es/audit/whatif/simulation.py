@@ -1,16 +1,16 @@
-"""Replay of recorded batches in virtual time: a clock that jumps from event to event.
+"""Discrete-event simulation that replays recorded batches under other settings.
 
-Dispatching, retries, finalizing and dropping are decided by the same functions as in a run
-(`coordinator.decisions.batch_decisions`, `coordinator.fleet.dynamic_timeout`, `coordinator.fleet.dispatcher.ahead`) on
-the same state (`projections.batch`). Runners, trainer and network behave as in the record
+The coordinator's own functions decide on dispatching, retries, finalizing and dropping
+(`coordinator.decisions.batch_decisions`, `coordinator.fleet.dynamic_timeout`, `coordinator.fleet.dispatcher.ahead`), on
+the same state (`projections.batch`). Runners, trainer and network behave as recorded
 (`trinity_es.audit.whatif.recorded_durations`).
 
 - An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
-  attempt), its time is drawn from the recorded ones of its batch; if it was cut off, from those that took longer.
+  attempt), a recorded time of its batch is drawn. If it was cut off, a longer recorded time is drawn.
 - An attempt that timed out also times out under a longer timeout, since its real end is unknown.
 - Submissions of batches, publications of weights and deaths of runners keep their recorded delay from the event that
   they followed: the last end of a batch, train step or weights update before them. A train step takes its recorded
-  time. So faster rollouts speed up a run that waits for its rollouts, but not one that waits for its trainer.
+  time. So faster rollouts speed up a run that waits for its rollouts, but not a run that waits for its trainer.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from trinity_es.projections.batch import BatchState, evolve
 __all__ = ["Simulation"]
 
 TOGETHER_SECONDS = 1e-5
-"""Interval within which the finished units of a runner arrive in one message."""
+"""Units that a runner finishes within this interval arrive in one message."""
 
 Unit = tuple[BatchId, int, int, int]
 """(batch, task, first run, attempt)."""
 
 
 class _Runner:
-    """Places of a runner, with the units that play in them or wait."""
+    """Simulated runner: it plays as many units at a time as it has places; the others wait."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name, self.places = name, places
         self.incarnation, self.is_ready, self.version = 0, False, 0
         self.loads_in_progress = 0
-        """Number of weights versions that it loads now; it gets no units meanwhile."""
+        """Number of weights versions that the runner loads now; it gets no units meanwhile."""
         self.unit_seconds: float | None = None
         self.waiting: deque[tuple[Unit, float, float, UnitOutcome]] = deque()
         self.playing: set[Unit] = set()
@@ -58,7 +58,7 @@ class _Runner:
 
 
 class Simulation:
-    """Clock, batches and runners. Times are seconds after the first submission."""
+    """Replay of a recorded history with its own clock. Virtual times are seconds after the first submission."""
 
     def __init__(self, past: History, settings: Settings) -> None:
         self.past, self.settings = past, settings
@@ -72,7 +72,7 @@ class Simulation:
         self.pace = past.pace
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
-        """Heap of (time, number, call); calls of one time run in the order of their numbers."""
+        """Heap of (time, number, call). Calls at the same time run in the order of their numbers."""
         self.call_count = 0
         self.begun_at = past.batches[0].submitted_at
         self.reached_at: dict[Anchor, float] = {}
@@ -81,11 +81,11 @@ class Simulation:
         self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
         self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
-        """Rounds of each batch that end with too few groups, and the tasks that are added after each."""
+        """Pipelines of each batch that will leave too few groups, with the tasks that are added after each."""
         self.awaited_ids: set[BatchId] = set()
         """Batches that a caller waits to finalize."""
         self.grace_begun_ids: set[BatchId] = set()
-        """Batches for which `wait_after_min` has begun; `grace_over_ids`: it is over."""
+        """Batches whose extra wait `over_rollout.wait_after_min` has begun; in `grace_over_ids` it is over."""
         self.grace_over_ids: set[BatchId] = set()
         self.attempts: dict[BatchId, int] = {}
         self.drawn_counts: dict[BatchId, int] = {}
@@ -94,7 +94,7 @@ class Simulation:
 
     # --- the clock --------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Plan all recorded events, then run calls until none is left."""
+        """Schedule the recorded events, then run scheduled calls until none is left."""
         self._plan_runners()
         for batch in self.past.batches:
             self._plan_batch(batch)
@@ -106,19 +106,19 @@ class Simulation:
             call()
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` after this virtual time."""
+        """Schedule `call` for this many virtual seconds from now."""
         self.call_count += 1
         heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.call_count, call))
 
     def reach(self, anchor: Anchor) -> None:
-        """Mark an anchor as reached and run the calls that wait for it."""
+        """Mark an anchor as reached, and run the calls that wait for it."""
         if anchor not in self.reached_at:
             self.reached_at[anchor] = self.now
             for call in self.waiting_calls.pop(anchor, []):
                 call()
 
     def after_anchors(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` the given time after the last of these anchors is reached."""
+        """Schedule `call` for `seconds` after all these anchors are reached."""
         missing = {a for a in anchors if a not in self.reached_at}
 
         def note_reached(anchor: Anchor) -> None:
@@ -133,20 +133,20 @@ class Simulation:
 
     # --- events that the coordinator does not decide ----------------------------------------------------------------
     def _plan_runners(self) -> None:
-        """Plan the lives of as many runners as the settings say: recorded ones, then further ones that never die."""
+        """Schedule as many runners as the settings say: the recorded ones, then additional ones that never die."""
         names = sorted({life.runner for life in self.past.lives}, key=lambda n: (len(n), n))
         count = len(names) if self.settings.runners is None else self.settings.runners
         for name in names[:count]:
             for life in (life for life in self.past.lives if life.runner == name):
-                self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.blamed)
+                self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.is_blamed)
         places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
         for i in range(len(names), count):
             self._plan_life(f"further runner {i}", 1, places, self.begun_at, None, True)
 
     def _plan_life(
-        self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, blamed: bool
+        self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, is_blamed: bool
     ) -> None:
-        """Plan the start and, if it has one, the end of one life of a runner."""
+        """Schedule the start and, if `ended_at` is set, the death of one process of a runner."""
         def start() -> None:
             runner = self.runners.setdefault(name, _Runner(name, places))
             runner.places = self.settings.max_concurrency or places
@@ -163,7 +163,7 @@ class Simulation:
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
                 state = self.states[batch_id]
-                self.record(batch_id, decisions.runner_lost(state, name, incarnation, "it died", blamed=blamed))
+                self.record(batch_id, decisions.runner_lost(state, name, incarnation, "it died", blamed=is_blamed))
                 self.finalize_if_enough(batch_id)
             self.dispatch()
 
@@ -177,7 +177,7 @@ class Simulation:
             self.after_anchors([anchor], delay, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
-        """Plan the submission of a batch, its caller's wait, its abort or its train step, as recorded."""
+        """Schedule a batch's recorded submission, the request to finalize it, its abort and its train step."""
         anchor, delay = self.past.last_anchor_before(batch.submitted_at)
         self.after_anchors([anchor], delay, lambda: self.submit(batch))
         anchors: list[Anchor] = [("submit", batch.batch_id)]
@@ -187,7 +187,7 @@ class Simulation:
         if earlier and earlier[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
             anchors.append(("end", earlier[-1].batch_id))
         delay = 0.0
-        if batch.asked_late and batch.finalizing_at is not None:
+        if batch.was_requested_late and batch.finalizing_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
             anchors = [("submit", batch.batch_id), anchor]
             delay = min(delay, batch.finalizing_at - batch.submitted_at)
@@ -208,7 +208,7 @@ class Simulation:
             self.after_anchors(anchors, batch.trained_at - begun_at, lambda: self.reach(("trained", batch.batch_id)))
 
     def _plan_weights(self, change: WeightsUpdate) -> None:
-        """Plan the publication of weights; runners without a recorded load take the median time."""
+        """Schedule a publication of weights. A runner without a recorded load takes the median time."""
         anchor, delay = self.past.last_anchor_before(change.published_at)
         median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
@@ -236,7 +236,7 @@ class Simulation:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
-        """Submit a recorded batch with the settings that are simulated."""
+        """Submit a recorded batch with the simulated settings."""
         recorded, settings = batch.submitted, self.settings
         min_wait_num = recorded.min_wait_num
         if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
@@ -252,7 +252,7 @@ class Simulation:
         self.dispatch()
 
     def await_batch(self, batch_id: BatchId) -> None:
-        """Let a caller wait to finalize the batch from now on."""
+        """Note that a caller waits to finalize the batch from now on."""
         self.awaited_ids.add(batch_id)
         self.finalize_if_enough(batch_id)
         self.dispatch()
@@ -267,7 +267,7 @@ class Simulation:
         self.dispatch()
 
     def finalize_if_enough(self, batch_id: BatchId) -> None:
-        """Finalize the batch if it has enough, as the coordinator does."""
+        """Start to finalize the batch if a caller waits and enough tasks are settled, as the coordinator does."""
         state = self.states[batch_id]
         is_open = state.state in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING)
         if batch_id not in self.awaited_ids or not is_open or not state.has_enough:
@@ -276,7 +276,7 @@ class Simulation:
         if not state.is_complete and grace > 0 and batch_id not in self.grace_over_ids:
             if batch_id not in self.grace_begun_ids:
                 self.grace_begun_ids.add(batch_id)
-                self.after(grace + self.past_batches[batch_id].timer_late, lambda: self._end_grace(batch_id))
+                self.after(grace + self.past_batches[batch_id].timer_delay, lambda: self._end_grace(batch_id))
             return
         self.revoke(state)
         return_partial = self.over_rollout["return_partial_tasks"]
@@ -294,7 +294,7 @@ class Simulation:
         self.dispatch()
 
     def _end_pipeline(self, batch_id: BatchId) -> None:
-        """End the batch, or the round in which too few of its groups were usable."""
+        """End the batch; if the recorded pipeline left too few groups, let the client add tasks in place of that."""
         if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
             return
         if rounds := self.rounds[batch_id]:
@@ -308,7 +308,7 @@ class Simulation:
             self.dispatch()
 
     def _add_tasks(self, batch_id: BatchId, event: ev.TasksAdded, *, then_await: bool = False) -> None:
-        """Add the tasks that were added to the recorded batch, unless it has ended; `then_await`: then wait for it."""
+        """Add the tasks of a recorded event to a running batch. `then_await`: from then on a caller waits for it."""
         if then_await:
             self.awaited_ids.add(batch_id)
         if self.states[batch_id].state is BatchLifecycleState.RUNNING:
@@ -322,7 +322,7 @@ class Simulation:
         self.reach(("end", batch_id))
 
     def timeout(self) -> float:
-        """Return the dynamic timeout of a run in seconds; 0 without one."""
+        """Return the dynamic timeout of a run in seconds; 0 if there is none."""
         if self.dynamic_timeout is None or self.pace is None:
             return 0.0
         pace = self.pace
@@ -361,22 +361,22 @@ class Simulation:
         self._fill(runner)
 
     def _fill(self, runner: _Runner) -> None:
-        """Let waiting units play in the free places of a runner."""
+        """Start waiting units of a runner while it has free places."""
         while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, delay, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
             self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, delay, outcome))
 
     def _end_unit(self, runner: _Runner, incarnation: int, unit: Unit, delay: float, outcome: UnitOutcome) -> None:
-        """Free the place of a unit and send its outcome after this delay."""
+        """Free the unit's place, and send its outcome after `delay` seconds."""
         if runner.incarnation != incarnation or unit not in runner.playing:
-            return  # it was revoked, or its runner died
+            return  # the unit was revoked, or its runner died
         runner.playing.discard(unit)
         self._fill(runner)
         self.after(delay, lambda: self._send(runner, incarnation, outcome))
 
     def _send(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
-        """Send an outcome; those sent at the same time arrive in one message and one turn of the coordinator."""
+        """Send an outcome. Outcomes sent within TOGETHER_SECONDS arrive in one message."""
         if not runner.outcomes:
             self.after(TOGETHER_SECONDS, lambda: self._receive(runner, incarnation))
         runner.outcomes.append(outcome)
@@ -398,7 +398,7 @@ class Simulation:
 
     # --- durations --------------------------------------------------------------------------------------------------
     def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
-        """Return (seconds in its place, seconds from there into the log, outcome)."""
+        """Return a unit's seconds on its runner, further seconds until its outcome is in the log, and the outcome."""
         past = self.past_batches[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         durations = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
@@ -413,8 +413,8 @@ class Simulation:
         return seconds, delay, outcome
 
     def _duration_of(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
-        """Return the recorded duration of a run, or one that is drawn, cut at the time limit."""
-        duration = past.took.get((task, run, attempt))
+        """Return the duration of a run, recorded or else drawn, and cut at the time limit."""
+        duration = past.durations.get((task, run, attempt))
         if duration is None or duration.cut:
             self.drawn_counts[past.batch_id] = self.drawn_counts.get(past.batch_id, 0) + 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
@@ -427,7 +427,7 @@ class Simulation:
 
     @staticmethod
     def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
-        """Draw a duration from the pool. For an attempt that was cut off, the result is longer than the cut."""
+        """Draw a duration from the pool; for an attempt that was cut off, a longer one than its recorded time."""
         if not pool:
             return Duration(seconds=0.0 if cut is None else cut.seconds)
         if cut is None:
@@ -439,11 +439,11 @@ class Simulation:
         return replace(extra, seconds=cut.seconds + extra.seconds, limit=0.0, kind="")
 
     def _pool(self, past: PastBatch, retry: bool) -> list[Duration]:
-        """Return the recorded durations to draw from, for a first attempt or a retry of this batch."""
+        """Return the recorded durations to draw from for a first attempt, or a retry, in this batch."""
         if (past.batch_id, retry) not in self.duration_pools:
-            first = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n == 1]
-            later = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n > 1]
+            first = [t for (_, _, n), t in sorted(past.durations.items()) if not t.cut and n == 1]
+            later = [t for (_, _, n), t in sorted(past.durations.items()) if not t.cut and n > 1]
             others = [t for b in self.past.batches if b.submitted.batch_type == past.submitted.batch_type
-                      for _, t in sorted(b.took.items()) if not t.cut]
+                      for _, t in sorted(b.durations.items()) if not t.cut]
             self.duration_pools[past.batch_id, retry] = (later or first if retry else first) or later or others
         return self.duration_pools[past.batch_id, retry]

@@ -84,8 +84,8 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
     """Return the prediction for `--json`; settings that were not changed have their recorded values."""
     settings = asdict(prediction.settings)
     return {
-        "seed": settings.pop("seed"), "recorded_settings": prediction.was,
-        "settings": {k: prediction.was[k] if v is None else v for k, v in settings.items()},
+        "seed": settings.pop("seed"), "recorded_settings": prediction.recorded_settings,
+        "settings": {k: prediction.recorded_settings[k] if v is None else v for k, v in settings.items()},
         "batches": [asdict(row) for row in prediction.batches], "totals": _totals(prediction),
         "left_out": prediction.left_out, "not_modelled": list(NOT_MODELLED),
     }
@@ -94,8 +94,8 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
 def _print_prediction(prediction: Prediction) -> None:
     """Print a line per chosen batch, recorded and predicted, then the totals and what was left out."""
     out = console()
-    changed = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
-    settings = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in changed.items())
+    changed = {k: v for k in prediction.recorded_settings if (v := getattr(prediction.settings, k)) is not None}
+    settings = ", ".join(f"{k} {v} (was {prediction.recorded_settings[k]})" for k, v in changed.items())
     out.print(Text(f"with {settings or 'the recorded settings'}"))
     numbers = ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn")
     table = columns("id", "type", *numbers, right=numbers, whole=("id", "type"))
