@@ -21,7 +21,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["FREED", "NOT_KEPT", "RunExperiences", "written_experiences", "read_runs", "submitted_task"]
+__all__ = ["FREED", "NOT_KEPT", "RunExperiences", "read_runs", "submitted_task", "written_experiences"]
 
 NOT_KEPT = "experiences of evals are not kept"
 FREED = "its payload was freed (store.retention)"
