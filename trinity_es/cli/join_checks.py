@@ -29,7 +29,7 @@ from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
-from trinity_es.hosts.join import config_of, find_head, host_name
+from trinity_es.hosts.join import host_config, find_head, host_name
 from trinity_es.system import running_system
 
 __all__ = ["HeadAnswer", "ask_head", "compare_with_head", "findings", "folder_finding"]
@@ -62,7 +62,7 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
         yield from _database_findings(log, url)
     config: Config | None = None
     try:
-        config = config_of(url, own_name, overrides, Path.cwd() / f"trinity-es-{own_name}", key_file)
+        config = host_config(url, own_name, overrides, Path.cwd() / f"trinity-es-{own_name}", key_file)
         config.check()
         yield Finding("config", "ok", "everything that the run's config names is here")
     except NotRunning as e:

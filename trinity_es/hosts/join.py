@@ -45,12 +45,12 @@ from trinity_es.system import leftovers, running_system
 from trinity_es.system.launch import launch_host
 from trinity_es.system.running_system import key_file
 
-__all__ = ["HostRun", "config_of", "find_head", "host_name", "require_gpus"]
+__all__ = ["HostRun", "host_config", "find_head", "host_name", "require_gpus"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 PAUSE_SECONDS = 1.0, 30.0
 """Pause before the system is started again, or the head searched again: the first, and the longest."""
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 """Interval between two checks of the system and of requests to leave."""
 STEADY_SECONDS = 60.0
 """Life of a system, in seconds, after which the next pause is the first again."""
@@ -93,7 +93,7 @@ def find_head(url: str) -> HeadPlace:
     return place
 
 
-def config_of(
+def host_config(
     url: str, name: str, overrides: Sequence[str], log_dir: Path, key_file: str = "",
     model_folders: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
@@ -212,7 +212,7 @@ class HostRun:
             self._sleep(pause)
 
     def _config(self, model_folders: Mapping[str, str] = MappingProxyType({})) -> Config:
-        return config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file, model_folders)
+        return host_config(self._url, self._name, self._overrides, self._log_dir, self._key_file, model_folders)
 
     def _with_model_folders(self, head: HeadPlace, config: Config) -> Config:
         """Return the config with local folders for models whose paths don't exist here, pulled from the head.
@@ -241,13 +241,13 @@ class HostRun:
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
-        return asyncio.run(self._unless_left(puller.pull(name, None, lambda text: None)))
+        return asyncio.run(self._await_unless_leaving(puller.pull(name, None, lambda text: None)))
 
-    async def _unless_left(self, pull: Coroutine[Any, Any, Path]) -> Path:
+    async def _await_unless_leaving(self, pull: Coroutine[Any, Any, Path]) -> Path:
         """Return the result of a pull. Raises SyncError if `leave` is called meanwhile."""
         task = asyncio.ensure_future(pull)
         try:
-            while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait([task], timeout=CHECK_SECONDS))[0]:
                 if self.is_leaving():
                     raise SyncError("the pull of the model was stopped because this host is leaving")
             return task.result()
@@ -272,7 +272,7 @@ class HostRun:
         """Sleep until these seconds are over or `leave` was called."""
         deadline = time.monotonic() + seconds
         while not self.is_leaving() and time.monotonic() < deadline:
-            time.sleep(min(LOOK_SECONDS, seconds))
+            time.sleep(min(CHECK_SECONDS, seconds))
 
     def _run_system(self, config: Config) -> str:
         """Run the host's system until it ends, and return why it ended."""
@@ -295,8 +295,8 @@ class HostRun:
             connection = Connection(payloads, require_alive)
             try:
                 with os.fdopen(os.pidfd_open(admin["pid"])) as handle:
-                    while not select.select([handle], [], [], LOOK_SECONDS)[0]:
-                        status = connection.where(LOOK_SECONDS).status
+                    while not select.select([handle], [], [], CHECK_SECONDS)[0]:
+                        status = connection.where(CHECK_SECONDS).status
                         if status.get("fenced"):
                             return str(status["fenced"])
                         if self._reason:  # repeated, since any of the processes on the way may be away or new

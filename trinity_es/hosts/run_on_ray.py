@@ -30,11 +30,11 @@ from trinity_es.events.store.database.urls import parse_url
 from trinity_es.hosts.join import HostRun, host_name
 from trinity_es.system import lifecycle, running_system
 
-__all__ = ["Agent", "bundle_of", "down", "head_config", "start"]
+__all__ = ["Agent", "host_resources", "down", "head_config", "start"]
 
 PORT = 7700
 """Port at which the head accepts hosts, unless `hosts.address` has another."""
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """Interval between two checks of the system, and between two status calls to the actors."""
 PAUSE_SECONDS = 1.0, 10.0
 """Pause before a failed step is tried again: the first, and the longest."""
@@ -63,14 +63,14 @@ def head_config(config: Config, address: str) -> Config:
     return Config.from_dict(data, folder="/")
 
 
-def bundle_of(config: Config, *, gpus: bool) -> dict[str, float]:
+def host_resources(config: Config, *, gpus: bool) -> dict[str, float]:
     """Return a host's resources on its node: a core per engine, and its GPUs if the cluster has any."""
     models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
-    bundle = {"CPU": float(sum(m.engine_num for m in models))}
+    resources = {"CPU": float(sum(m.engine_num for m in models))}
     gpu_count = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type != "scripted")
     if gpus and gpu_count:
-        bundle["GPU"] = float(gpu_count)
-    return bundle
+        resources["GPU"] = float(gpu_count)
+    return resources
 
 
 class Agent:
@@ -119,9 +119,9 @@ class Agent:
         while not self._ended.is_set():
             try:
                 if self._host_number is None:
-                    self._lead()
+                    self._run_head()
                 else:
-                    self._take_part()
+                    self._run_host()
             except Exception as e:
                 if not isinstance(e, TrinityError):
                     _log.exception("this failed")
@@ -131,7 +131,7 @@ class Agent:
             else:
                 return
 
-    def _take_part(self) -> None:
+    def _run_host(self) -> None:
         """Take part in the run as a host, until `leave`."""
         config = Config.from_dict(self._setup["config"], folder="/")
         name = host_name(f"{socket.gethostname().partition('.')[0][:50]}-{self._host_number}")
@@ -139,7 +139,7 @@ class Agent:
         if not self._ended.is_set():
             self._run.run()
 
-    def _lead(self) -> None:
+    def _run_head(self) -> None:
         """Lead the run until `trinity-es down` on this node ends it in order; then end the whole run on Ray."""
         import ray
 
@@ -148,7 +148,7 @@ class Agent:
             admin = lifecycle.start(config, keeper=True, detach=False)  # AlreadyRunning while a predecessor ends
             self._config, self._problem = config, {"text": "", "for_good": False}
             _log.warning("the head is up (pid %s), and takes hosts in at %s", admin["pid"], config.hosts.address)
-            while not self._ended.wait(LOOK_SECONDS):
+            while not self._ended.wait(CHECK_SECONDS):
                 if process_lives(admin["pid"], admin["started"]):
                     continue
                 with suppress(TrinityError):
@@ -156,7 +156,7 @@ class Agent:
                     if new_admin is None:  # the system ended in order
                         self._config = None
                         self._ended.set()
-                        threading.Thread(target=_end, args=(ray, "its head was ended")).start()
+                        threading.Thread(target=_end_run, args=(ray, "its head was ended")).start()
                         return
                     if process_lives(new_admin["pid"], new_admin["started"]):
                         admin = new_admin  # the keeper started the system again
@@ -213,11 +213,11 @@ def start(
     with suppress(TrinityError):  # no log yet
         if is_led(config.store.url):
             raise AlreadyRunning("this run is already active outside of Ray: end it with `trinity-es down` first")
-    _end(ray, "a start that was broken off")
+    _end_run(ray, "a start that was broken off")
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    bundle = bundle_of(config, gpus=any(node.get("GPU") for node in nodes))
-    fit = sum(all(node.get(kind, 0) >= n for kind, n in bundle.items()) for node in nodes)
-    needs = " and ".join(f"{n:.0f} {kind}s" for kind, n in bundle.items())
+    resources = host_resources(config, gpus=any(node.get("GPU") for node in nodes))
+    fit = sum(all(node.get(kind, 0) >= n for kind, n in resources.items()) for node in nodes)
+    needs = " and ".join(f"{n:.0f} {kind}s" for kind, n in resources.items())
     if hosts is None and not fit:
         raise ConfigError(f"none of the {len(nodes)} nodes of the Ray cluster has what a host needs ({needs}): lower "
                           "explorer.rollout_model.engine_num or its tensor_parallel_size, or wait for such nodes with "
@@ -225,7 +225,7 @@ def start(
     hosts = hosts or fit
     if fit < hosts:
         tell(f"{fit} of Ray's {len(nodes)} nodes have what a host takes ({needs}): waiting for {hosts - fit} more")
-    group = ray.util.placement_group([bundle] * hosts, strategy="STRICT_SPREAD", name=GROUP, lifetime="detached")
+    group = ray.util.placement_group([resources] * hosts, strategy="STRICT_SPREAD", name=GROUP, lifetime="detached")
     setup = {"config": config.to_dict(), "key": key, "folder": os.getcwd()}
     actor, lasting = ray.remote(Agent), {"lifetime": "detached", "max_restarts": -1}
     strategies = ray.util.scheduling_strategies
@@ -233,7 +233,7 @@ def start(
     head = actor.options(name=HEAD, num_cpus=0, scheduling_strategy=this_node, **lasting).remote(setup, None)
     agents = [head, *(
         actor.options(
-            name=f"host-{n}", num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), **lasting,
+            name=f"host-{n}", num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), **lasting,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n),
         ).remote(setup, n)
         for n in range(hosts)
@@ -242,19 +242,19 @@ def start(
         if wait:
             reported: set[str] = set()
             lifecycle.wait_ready(
-                lambda: _status(ray, agents, reported, tell), config.system.startup_timeout, progress=progress,
+                lambda: _startup_status(ray, agents, reported, tell), config.system.startup_timeout, progress=progress,
                 runners=hosts * config.explorer.engine_num, logs=config.system.log_dir,
             )
     except BaseException:
-        _end(ray, "it did not start")
+        _end_run(ray, "it did not start")
         raise
-    return {"hosts": hosts, "takes": bundle, "ready": wait}
+    return {"hosts": hosts, "takes": resources, "ready": wait}
 
 
-def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
+def _startup_status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
     """Return the status of a run that starts; `tell` each new problem. Raises StartupError for one that stays."""
-    time.sleep(LOOK_SECONDS)
-    reports, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
+    time.sleep(CHECK_SECONDS)
+    reports, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=CHECK_SECONDS)
     try:
         for answer in ray.get(reports):
             problem = answer["problem"]
@@ -263,7 +263,7 @@ def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[
             if problem["text"] and problem["text"] not in reported:
                 reported.add(problem["text"])
                 tell(f"{answer['node']}: {problem['text']}; it is tried again")
-        return dict(ray.get(agents[0].status.remote(), timeout=LOOK_SECONDS * 10))
+        return dict(ray.get(agents[0].status.remote(), timeout=CHECK_SECONDS * 10))
     except ray.exceptions.ActorDiedError as e:
         raise StartupError(f"a Ray node could not start the run's actors ({str(e).strip().splitlines()[-1]}): install "
                            "this version of trinity_es on each node") from e
@@ -274,10 +274,10 @@ def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[
 def down(config: Config) -> bool:
     """End a run on Ray: hosts, head, placement group. Return whether there was one."""
     ray = _connect_to_ray(config)
-    return _end(ray, "the run was ended")
+    return _end_run(ray, "the run was ended")
 
 
-def _end(ray: Any, reason: str) -> bool:
+def _end_run(ray: Any, reason: str) -> bool:
     """End everything of the run in Ray's namespace; return whether there were actors.
 
     The head ends last, so that it still hears how the hosts leave.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["api_error", "conversation_keys", "error_response", "message_of", "read_object", "require_local"]
+__all__ = ["api_error", "conversation_keys", "error_response", "error_message", "read_object", "require_local"]
 
-MOST_SESSION = 100
+MAX_SESSION_LENGTH = 100
 """Maximum length of a session's name that is kept as it is; a longer one is replaced by its digest."""
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def error_response(error: ApiError, path: str) -> Response:
     return response
 
 
-def message_of(data: bytes) -> str:
+def error_message(data: bytes) -> str:
     """Return the message in the body of an error response; the first 200 bytes of another body."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
@@ -105,7 +105,7 @@ def conversation_keys(body: Mapping[str, Any], session: str | None) -> tuple[lis
     an earlier request.
     """
     if session:
-        if len(session) > MOST_SESSION:
+        if len(session) > MAX_SESSION_LENGTH:
             session = hashlib.sha256(session.encode()).hexdigest()
         return [f"session/{session}"], [f"session/{session}"]
     messages = body.get("messages")

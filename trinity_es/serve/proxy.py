@@ -52,7 +52,7 @@ from trinity_es.serve.http_messages import (
     api_error,
     conversation_keys,
     error_response,
-    message_of,
+    error_message,
     read_object,
     require_local,
 )
@@ -188,9 +188,9 @@ class Proxy:
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
-            yield path, method, self._guarded(handler)
+            yield path, method, self._with_key_check(handler)
 
-    def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
+    def _with_key_check(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
         """Return a handler that checks the key first, and answers errors in the form of the route's API."""
         expected = f"Bearer {self.api_key}".encode()
 
@@ -288,10 +288,10 @@ class Proxy:
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
             if _is_engine_failure(response.status_code):
-                raise EngineFailed(message_of(response.content))
+                raise EngineFailed(error_message(response.content))
             return _response(response.content, response.status_code, {"content-type": "application/json"})
 
-        return await self._on_an_engine(ask, [])
+        return await self._ask_an_engine(ask, [])
 
     async def _generate(self, request: Request) -> Response:
         try:
@@ -319,8 +319,8 @@ class Proxy:
                     raise EngineFailed("the engine's server did not answer as a runner's does: it may be "
                                        "another program")
                 if _is_engine_failure(status):
-                    raise EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
-                passed = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
+                    raise EngineFailed(error_message(b"".join([part async for kind, part in answer if kind == "b"])))
+                passed = {name: value for name, value in response.headers.items() if name in _FORWARDED_HEADERS}
                 if status < 400:
                     self.engines.remember(own_keys, engine)
                 if passed.get("content-type", "").startswith("text/event-stream") and status == 200:
@@ -345,7 +345,7 @@ class Proxy:
             self._requests_in_flight.add(task)
             task.add_done_callback(self._requests_in_flight.discard)  # when all is sent
         try:
-            answer = await while_listening(request.receive, self._on_an_engine(ask, earlier_keys))
+            answer = await while_listening(request.receive, self._ask_an_engine(ask, earlier_keys))
         except BaseException:
             self.failed += 1
             raise
@@ -361,7 +361,7 @@ class Proxy:
         await self._recorder.record(answer)
 
     # --- engines ----------------------------------------------------------------------------------------------------
-    async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
+    async def _ask_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
         """Return the result of `ask` for an engine; if that engine fails, for another one. Raises ApiError."""
         try:
             return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
@@ -438,7 +438,7 @@ def _is_engine_failure(status: int) -> bool:
     return status >= 500 or status == 401
 
 
-_PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
+_FORWARDED_HEADERS = frozenset({"content-type", "cache-control", "x-model-version"})
 """Headers of an engine's answer that are passed on to the client."""
 
 

@@ -22,7 +22,7 @@ from trinity_es.events.vocabulary import Answer, PayloadRef
 
 __all__ = ["CompletionRecorder", "RecordedCompletion", "recorded_completion"]
 
-MOST_ANSWERS = 256
+MAX_ANSWERS = 256
 """Maximum number of answers in a command, which keeps it well under the limit of a message."""
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class CompletionRecorder:
         """Write the queue, group by group: while one group is written the next one gathers."""
         while True:
             group = [await self._queue.get()]
-            while len(group) < MOST_ANSWERS and not self._queue.empty():
+            while len(group) < MAX_ANSWERS and not self._queue.empty():
                 group.append(self._queue.get_nowait())
             completions = [completion for completion, _ in group]
             writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, completions)
