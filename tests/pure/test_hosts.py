@@ -70,7 +70,7 @@ def test_the_head_on_ray_is_at_its_node_s_address_and_only_leads() -> None:
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"url": "sqlite:///x.sqlite"}, "SQLite file, which only one host can use"),
-    ({"engine_type": "http", "servers": {"urls": ["http://gpu-7:8000"]}}, "external servers run on their own"),
+    ({"engine_type": "http", "servers": {"urls": ["http://gpu-7:8000"]}}, "Ray has no engines to place"),
 ])
 def test_what_ray_has_nothing_to_place_for_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

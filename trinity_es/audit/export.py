@@ -164,7 +164,7 @@ def write_experiences(
     ConfigError for another suffix or if pyarrow is not installed, and LogNotFound without a payload store.
     """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path} is neither a .parquet nor a .jsonl file: give a name with one of these endings")
+        raise ConfigError(f"{path} is not a .parquet or .jsonl file: give a name with one of these endings")
     result = Exported()
     with export_file(path) as file:
         table = ParquetTable(file) if path.suffix == ".parquet" else None

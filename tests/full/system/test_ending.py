@@ -176,7 +176,7 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(
         assert re.fullmatch(r"the engines are ready after \d+ s", ready)
         assert client.status()["runners"][0]["state"] == "ready"
         with trinity_es.running(config) as other:
-            assert "runs already: it is joined" in caplog.messages[3]
+            assert "joining the running actor system" in caplog.messages[3]
             other.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
         assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
     assert ended(config)
