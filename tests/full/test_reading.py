@@ -306,13 +306,13 @@ def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: py
 
     kept: list[object] = []
 
-    def look(log: object, **more: object) -> watch.Picture:
+    def read_overview(log: object, **more: object) -> watch.RunOverview:
         kept.append(more["followed"])
         if len(kept) == 3:
             raise KeyboardInterrupt
-        return watch.Picture(url="", position=len(kept), now=0.0, last_at=None)
+        return watch.RunOverview(url="", position=len(kept), now=0.0, last_at=None)
 
-    monkeypatch.setattr(watch, "look", look)
+    monkeypatch.setattr(watch, "read_overview", read_overview)
     watch.show_live(None, interval=0.01)  # type: ignore[arg-type]  # nothing reads it here
     assert kept[0] is not None
     assert [id(one) for one in kept] == [id(kept[0])] * 3

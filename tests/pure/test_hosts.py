@@ -11,7 +11,7 @@ from trinity_es.actors.engines.devices import place, placed
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.hosts.join import require_gpus
-from trinity_es.hosts.run_on_ray import Agent, host_resources, head_config
+from trinity_es.hosts.run_on_ray import Agent, head_config, host_resources
 
 
 def config(*auxiliary: dict[str, Any], hosts: dict[str, Any] | None = None, url: str = "postgresql://u@db/run",

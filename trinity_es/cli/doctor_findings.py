@@ -1,4 +1,4 @@
-"""Findings of `doctor`."""
+"""The result type of the checks of `doctor`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Finding:
     """Result of one check; its fields are the keys of `doctor --json`."""
 
     what: str
-    """Name of the thing that was checked."""
+    """Subject of the check, such as `database`."""
     verdict: Literal["ok", "note", "missing", "wrong"]
     told: str
-    """What was found, for people."""
+    """Result in words, for the user."""
     way_out: str = ""
-    """What to do about it; empty if nothing is wrong."""
+    """What the user can do about a problem; empty if nothing is wrong."""
 
     @property
     def is_wrong(self) -> bool:
-        """True if a run, or a host that joins one, can't work with it."""
+        """True if the problem keeps a run, or a joining host, from working."""
         return self.verdict in ("missing", "wrong")

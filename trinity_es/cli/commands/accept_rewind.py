@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import JsonOption, LogOption, choose_log, print_json, read_config
-from trinity_es.cli.which_config import settings_of, settings_of_run
+from trinity_es.cli.which_config import config_from_options, config_of_run
 from trinity_es.client.accept_rewind import accept
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError
@@ -63,8 +63,8 @@ def _settings(config: Path | None, log: str | None) -> Config:
     if config is not None and log is None:
         return read_config(config)
     url = choose_log(log)
-    candidates = [settings_of(None, url)]
+    candidates = [config_from_options(None, url)]
     with suppress(ConfigError, LogError):
-        candidates.insert(0, settings_of_run(url, None))
+        candidates.insert(0, config_of_run(url, None))
     rewound = (settings for settings in candidates if remembered_log_end.rewind_message(settings) is not None)
     return next(rewound, candidates[0])

@@ -49,7 +49,7 @@ def batches(
         "--sort", metavar="COLUMN", help="Sort by seconds, reward, step, ...")] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
     limit: Annotated[int | None, typer.Option(
-        "--limit", "-n", min=1, max=common.MOST_INTEGER, help="Show at most N batches.")] = None,
+        "--limit", "-n", min=1, max=common.MAX_INTEGER, help="Show at most N batches.")] = None,
     slowest: Annotated[int | None, typer.Option(
         "--slowest", metavar="N", min=1, help="The N slowest, with what held each up.")] = None,
     every: Annotated[bool, typer.Option("--all", help=f"All batches, not only the last {MOST_SHOWN}.")] = False,

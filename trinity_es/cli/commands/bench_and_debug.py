@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import in_view, quiet
+from trinity_es.cli.run_in_view import quiet, run_with_view
 from trinity_es.config.config import Config
 from trinity_es.projections.metric_aggregation import missing_runs
 from trinity_es.projections.reading.log_reader import open_log
@@ -51,7 +51,7 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
         if explorer.locate():
             if explorer.resumed:
                 note(f"going on with the benchmark in {store_url}")
-            rows = in_view(settings, explorer, explorer.benchmark, as_json=as_json)
+            rows = run_with_view(settings, explorer, explorer.benchmark, as_json=as_json)
         else:
             note(f"the benchmark in {store_url} is complete")
             with open_log(settings.store.url) as log:

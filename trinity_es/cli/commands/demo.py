@@ -43,7 +43,7 @@ def demo(
     note(f"made {this_demo.folder}: model, taskset, trainer and config.yaml of this demo")
     settings = read_config(this_demo.config)
     note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(this_demo.config))}")
-    with demo_folder.serving(this_demo):
+    with demo_folder.running_server(this_demo):
         explore(settings, as_json=as_json)
     end_demo(this_demo, settings, as_json)
 

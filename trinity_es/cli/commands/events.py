@@ -29,13 +29,13 @@ def events(
     batch: Annotated[str | None, typer.Argument(
         metavar="[BATCH]", help="Only events of this batch.", show_default=False)] = None,
     after: Annotated[int, typer.Option(
-        "--after", min=0, max=common.MOST_INTEGER, help="Only events after this position.")] = 0,
+        "--after", min=0, max=common.MAX_INTEGER, help="Only events after this position.")] = 0,
     since: Annotated[str | None, typer.Option(
         "--since", metavar="TIME", help="Only events recorded since then.")] = None,
     limit: Annotated[int | None, typer.Option(
-        "--limit", "-n", min=1, max=common.MOST_INTEGER, help="Print at most N events.")] = None,
+        "--limit", "-n", min=1, max=common.MAX_INTEGER, help="Print at most N events.")] = None,
     last: Annotated[int | None, typer.Option(
-        "--last", min=1, max=common.MOST_INTEGER,
+        "--last", min=1, max=common.MAX_INTEGER,
         help="Begin with the last N events; --follow goes on from there.")] = None,
     types: Annotated[list[str] | None, typer.Option(
         "--type", metavar="TYPE", help="Only events of this type, as in TaskFinished; repeat.")] = None,
@@ -103,11 +103,11 @@ def watch(
       trinity-es watch --once --json
       trinity-es watch --log postgresql://me@db/runs --every 5
     """
-    from trinity_es.cli.render.watch import look, show_live  # not at the top: `events` does not need rich
+    from trinity_es.cli.render.watch import read_overview, show_live  # not at the top: `events` does not need rich
 
     with common.open_chosen(log, config) as opened:
         if as_json:
-            common.print_json(look(opened).as_json())
+            common.print_json(read_overview(opened).as_json())
         else:
             show_live(opened, once=once, interval=every)
 

@@ -14,7 +14,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, SetOption, note, print_json
 from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.host_tables import print_hosts
-from trinity_es.cli.which_config import settings_of
+from trinity_es.cli.which_config import config_from_options
 from trinity_es.client import health
 from trinity_es.client.rollout_client import connect
 from trinity_es.projections.reading.host_list import read_hosts
@@ -104,7 +104,7 @@ def hosts(
     if action not in (None, "drain") or (action is None) != (name is None):
         raise typer.BadParameter("use `trinity-es hosts` to list the hosts, or `trinity-es hosts drain NAME` to drain "
                                  "one")
-    settings = settings_of(config, log)
+    settings = config_from_options(config, log)
     if name is not None:
         with connect(settings) as client:
             drained = client.drain_host(name, reason=reason)

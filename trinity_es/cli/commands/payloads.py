@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import JsonOption, LogOption, note, print_json, progress_counter
-from trinity_es.cli.which_config import settings_of
+from trinity_es.cli.which_config import config_from_options
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
@@ -55,7 +55,7 @@ def move(
       trinity-es payloads move --log runs/letters/first/log.sqlite s3://rollouts/letters
     """
     place = "" if to == "log" else require_place_url(to)
-    settings = settings_of(None, log)
+    settings = config_from_options(None, log)
     url = settings.store.url
     if running_system.find_head(settings) is not None or running_system.led_elsewhere(settings):
         raise AlreadyRunning(f"a system runs on {masked(url)}: end it with `trinity-es down` before its payloads move")

@@ -12,7 +12,7 @@ from trinity_es.cli.commands.demo import end_demo
 from trinity_es.cli.common import ConfigArgument, JsonOption, LogOption, SetOption, print_json, read_config
 from trinity_es.cli.render.progress import last_failure
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
-from trinity_es.cli.which_config import named_once, settings_of_run
+from trinity_es.cli.which_config import config_of_run, one_of
 from trinity_es.config.config import Config
 from trinity_es.events.errors import WorkflowError
 from trinity_es.projections.reading.log_reader import open_log
@@ -60,7 +60,7 @@ def resume(
       trinity-es resume
       trinity-es resume config.yaml --set total_steps=400
     """
-    settings = settings_of_run(named_once(config_or_log, log), overrides)
+    settings = config_of_run(one_of(config_or_log, log), overrides)
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
         return

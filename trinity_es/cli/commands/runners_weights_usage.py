@@ -67,7 +67,7 @@ def weights(
                 runners_weights_usage.print_adapters(batch_tables.console(), adapter_versions)
             return
         deliveries, total = opened.deliveries_by_version(), opened.count_weights()
-        versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
+        versions = opened.weights(limit=None if as_json else runners_weights_usage.MAX_ROWS)
     if as_json:
         print_json([{**asdict(version), "delivered": deliveries.get(version.version, 0)} for version in versions])
     else:

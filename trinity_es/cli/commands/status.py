@@ -10,7 +10,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
 from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.status import show
-from trinity_es.cli.which_config import named_once, names_config, settings_of
+from trinity_es.cli.which_config import config_from_options, is_config_file, one_of
 from trinity_es.client import health
 from trinity_es.projections.why.answer import Why
 from trinity_es.safe_text import plain
@@ -37,11 +37,11 @@ def status(
       trinity-es status --config config.yaml
       trinity-es status runs/second/log.sqlite
     """
-    if config_or_log is not None and names_config(config_or_log):
-        named_once(config_or_log, None if config is None else str(config))
-        settings = settings_of(Path(config_or_log), log)
+    if config_or_log is not None and is_config_file(config_or_log):
+        one_of(config_or_log, None if config is None else str(config))
+        settings = config_from_options(Path(config_or_log), log)
     else:
-        settings = settings_of(config, named_once(config_or_log, log))
+        settings = config_from_options(config, one_of(config_or_log, log))
     state = health.read_health(settings)
     if as_json:
         print_json(state)
@@ -66,7 +66,7 @@ def why(
       trinity-es why 3 --config config.yaml
       trinity-es why
     """
-    answers = health.explain(settings_of(config, log), batch, find_batch)
+    answers = health.explain(config_from_options(config, log), batch, find_batch)
     if as_json:
         documents = [answer.as_dict() for answer in answers]
         print_json(documents if batch is None else documents[0])

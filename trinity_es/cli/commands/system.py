@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli import common
-from trinity_es.cli.which_config import named_once, names_config, settings_of
+from trinity_es.cli.which_config import config_from_options, is_config_file, one_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
@@ -47,7 +47,7 @@ def restart_runner(
     Example:
       trinity-es restart-runner runner-3 --config config.yaml --reason "its GPU was reset"
     """
-    with connect(settings_of(config, log)) as client:
+    with connect(config_from_options(config, log)) as client:
         restarted = client.restart_runner(name, reason=reason)
     if as_json:
         common.print_json(restarted)
@@ -73,7 +73,7 @@ def scale(
     Example:
       trinity-es scale config.yaml --add http://gpu-7:8000 --remove http://gpu-3:8000
     """
-    with connect(settings_of(config, log)) as client:
+    with connect(config_from_options(config, log)) as client:
         servers = client.scale_servers(add=add or [], remove=remove or [])
     if as_json:
         common.print_json({"servers": servers})
@@ -104,7 +104,7 @@ def redo(
     Example:
       trinity-es redo 3 7 8 --config config.yaml --reason "the disk lost their payload"
     """
-    settings = settings_of(config, log)
+    settings = config_from_options(config, log)
     with common.open_chosen(settings.store.url, None) as opened:
         batch_id = common.find_batch(opened, batch)
     with connect(settings) as client:
@@ -233,11 +233,11 @@ def down(
     Example:
       trinity-es down config.yaml
     """
-    name = named_once(config_or_log, log)
-    if name is not None and names_config(name):
-        settings = settings_of(Path(name), None)
+    name = one_of(config_or_log, log)
+    if name is not None and is_config_file(name):
+        settings = config_from_options(Path(name), None)
     else:
-        settings = settings_of(None, name)
+        settings = config_from_options(None, name)
     if on is not None:
         from trinity_es.hosts import run_on_ray
 

@@ -17,7 +17,7 @@ __all__ = ["show"]
 
 
 def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, Any] | None) -> str:
-    """Return how far the run of a system that is down got, and how to go on with it, as the end of a sentence."""
+    """Return the progress of the run of a system that is down, and how to resume it, as the end of a sentence."""
     if run is None and last_batch is not None:
         ago = span(time.time() - last_batch["ended_at"])
         return f": batch {plain(last_batch['batch_id'])}, the last, was {last_batch['state']} {ago} ago"
@@ -31,7 +31,7 @@ def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, 
 
 
 def _idle_line(last_batch: dict[str, Any]) -> str:
-    """Return the line for a system without an open batch: its trainer may have died without a word."""
+    """Return the line for a running system without an open batch, with the last batch, as its trainer may have died."""
     is_untrained = (last_batch["batch_type"] == "train" and last_batch["state"] == "finalized"
                     and last_batch["trained_step"] is None)
     return (f"nothing is wrong here, and no batch is open: the last, {plain(last_batch['batch_id'])}, was "
@@ -41,11 +41,11 @@ def _idle_line(last_batch: dict[str, Any]) -> str:
 
 
 def _runner_line(runner: dict[str, Any]) -> str:
-    """Return the line of a runner: what it does, its process, weights, places and endpoint."""
+    """Return the line for a runner: activity, pid, weights, load and endpoint."""
     load = ""
     if "load" in runner and runner.get("places"):
         units, places = runner["load"], runner["places"]
-        # A runner whose units are short gets more of them than it has places.
+        # A runner whose units are short gets more units than it can play at a time.
         ahead = f", {units - places} more units sent ahead" if units > places else ""
         load = f", {min(units, places)} of {places} places taken{ahead}"
     version = f", version {runner['model_version']}" if runner.get("model_version") is not None else ""
@@ -56,7 +56,7 @@ def _runner_line(runner: dict[str, Any]) -> str:
 
 
 def _host_line(host: dict[str, Any]) -> str:
-    """Return the line of a host: state, last contact, address, devices, and its work unless it was lost or left."""
+    """Return the line for a host: state, last contact, address, devices, and its work unless it is lost or has left."""
     state = host["state"]
     since = f" since {clock(host['since'], date=True)}" if host.get("since") else ""
     silence = f", not heard of for {span(host['away_for'])}" if host.get("away_for") and state != "lost" else ""
@@ -69,7 +69,7 @@ def _host_line(host: dict[str, Any]) -> str:
 
 
 def show(out: Console, status: dict[str, Any]) -> None:
-    """Print a status: the system, hosts with their runners, open batches, problems, and a verdict if there are none."""
+    """Print a status: the system, hosts with their runners, open batches, and the problems or that there are none."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 
