@@ -170,7 +170,7 @@ def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(path
     for words in ([path], ["--log", path]):
         told = cli("resume", *words)
         assert told.exit_code == 2
-        assert "is led by a program of its own, TRL's trainer" in told.stderr
+        assert "belongs to another program, TRL's trainer" in told.stderr
     assert "give only one of them" in cli("resume", path, "--log", "another.sqlite").stderr
 
 

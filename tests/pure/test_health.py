@@ -198,10 +198,10 @@ def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
         return failed.value.message
 
     assert "no batch 1 in" in said()
-    assert said().endswith("it holds none yet; `trinity-es batches` lists what there is; "
+    assert said().endswith("it holds none yet; `trinity-es batches` lists all batches; "
                            "the system is starting: runner-0 loading engine…")
     row["state"] = "ready"
-    assert said().endswith("lists what there is")
+    assert said().endswith("lists all batches")
     del live["weights_version"]
     assert said().endswith("the system is starting: its coordinator is not up yet")
 

@@ -38,11 +38,11 @@ def join(
     drain: Annotated[float, typer.Option("--drain", help="Seconds for tasks to end after SIGTERM.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part in a run that another host leads: start this host's engines and play tasks of the run's batches.
+    """Join a run that another host (the head) leads: start engines on this host, which play tasks of the run.
 
     The config comes from the run's log; --set changes keys for this host. `join` waits until a head runs, follows
     another head that takes over, and stays until it gets SIGTERM or Ctrl-C. Then this host gets no more tasks,
-    finishes its own and leaves. Tasks that take longer than --drain seconds are attempted elsewhere.
+    finishes its current ones and leaves. Tasks that take longer than --drain seconds are attempted elsewhere.
 
     \b
     Example:
@@ -90,10 +90,10 @@ def hosts(
     reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the hosts of a run, the head's own first, with their state and work; or make one leave.
+    """Show the hosts of a run, the head first, with their state and work; or make a host leave (drain).
 
-    If the run is over or its system can't be reached from here, the log alone answers. A drained host gets no more
-    tasks and finishes its own, then its `trinity-es join` ends. Nothing is lost.
+    If the system has ended or can't be reached from here, the list comes from the log alone. A drained host gets no
+    more tasks and finishes its current ones; then its `trinity-es join` ends. Nothing is lost.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The commands `run` and `resume`, which take a run to its last step."""
+"""The commands `run` and `resume`, which execute a run to its last step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["resume", "run"]
 def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Explore, and train if the config names a trainer, from the first step to the last, with a live view.
 
-    If the store already holds this run, it is continued, as by `resume`. Starts the actor system if none runs, and
-    ends it when it is done, on an error and on Ctrl-C. Explorer and trainer may be two processes, with mode=explore
-    and mode=train.
+    If the store already holds this run, the run is continued, as by `resume`. The command starts the actor system if
+    none runs, and ends it at the end, on an error and on Ctrl-C. Explorer and trainer may be two processes, with
+    mode=explore and mode=train.
 
     \b
     Examples:
@@ -50,10 +50,10 @@ def resume(
     log: LogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a run that was interrupted, whatever died. Nothing that was finished is generated again.
+    """Continue a run that was interrupted, whatever died. Finished tasks are not generated again.
 
     The trainer starts from its newest checkpoint and gets the batches after it. Open batches are finished, and each
-    prompt is used as often as without the interruption. For a complete run it prints the summary.
+    prompt is used as often as without the interruption. For a complete run the summary is printed.
 
     \b
     Examples:

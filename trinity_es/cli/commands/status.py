@@ -28,9 +28,9 @@ def status(
 ) -> None:
     """Show the state of a system: its coordinator, its runners, its open batches and what they wait for.
 
-    Exits 1 if something is wrong: batches are open and nothing runs, there is no coordinator, a runner failed, was
-    lost or quarantined, or a batch is stalled. Each problem is one line that says what to do. If the system is dead,
-    the log alone answers.
+    Exits 1 if something is wrong: batches are open and no system runs, there is no coordinator, a runner failed, was
+    lost or quarantined, or a batch is stalled. Each problem is one line that says what to do. For a dead system, the
+    state comes from the log alone.
 
     \b
     Examples:
@@ -58,8 +58,9 @@ def why(
 ) -> None:
     """Show what a batch waits for, since when, on which runner and attempt, and what to do about it.
 
-    It asks the running system and the log, or for a dead system the log alone, and tells slow from hung. Exits 1 if a
-    batch is stalled: it needs a person to go on, or nothing has come for longer than explorer.stall_after.
+    The answer comes from the running system and the log, for a dead system from the log alone. It distinguishes slow
+    from hung. Exits 1 if a batch is stalled: it can't go on by itself, or it got no result for longer than
+    explorer.stall_after.
 
     \b
     Examples:
@@ -78,7 +79,7 @@ def why(
 
 
 def _overview_lines(answers: list[Why]) -> list[str]:
-    """Return a line for each open batch, then what to do about the stalled ones."""
+    """Return a line for each open batch, then lines with what to do about stalled batches."""
     if not answers:
         return ["no batch is open: `trinity-es status` shows the state of the system"]
     ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)  # each once, in order

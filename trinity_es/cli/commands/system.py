@@ -28,7 +28,7 @@ class Cluster(StrEnum):
     RAY = "ray"
 
 
-OnOption = Annotated[Cluster | None, typer.Option("--on", help="Cluster that runs it on several nodes: ray.")]
+OnOption = Annotated[Cluster | None, typer.Option("--on", help="Cluster that runs the system on several nodes: ray.")]
 
 
 def restart_runner(
@@ -38,10 +38,10 @@ def restart_runner(
     reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: common.JsonOption = False,
 ) -> None:
-    """End a runner's process and start a new one, for a runner that hangs, failed or was given up.
+    """End a runner's process and start a new one, for a runner that hangs, failed or is quarantined.
 
-    Its units are attempted again, on another runner if one serves, without counting as failed attempts. Returns when
-    the new process runs; its engine is then loading.
+    Its tasks are attempted again, on another runner if one serves. This does not count as a failed attempt. The command
+    returns when the new process runs; the engine is still loading then.
 
     \b
     Example:
@@ -65,9 +65,9 @@ def scale(
 ) -> None:
     """Add vLLM servers as engines to a running system (`engine_type: http`), remove some, or list them.
 
-    A new server loads the current weights before its first task. A removed one gets no more tasks and finishes its
-    own; in mode serve it gets no more requests and has servers.drain_timeout to finish. Nothing is lost. Changes made
-    here win over the config's list: added servers stay, removed ones stay away.
+    A new server loads the current weights before its first task. A removed server gets no more tasks and finishes its
+    current ones; in mode serve it gets no more requests and has servers.drain_timeout to finish. Nothing is lost. These
+    changes override the config's list, also after a restart.
 
     \b
     Example:
@@ -97,8 +97,8 @@ def redo(
 ) -> None:
     """Let settled tasks run again, if their payload was lost or the cause of their failure is fixed.
 
-    All runs of each task are repeated, and its earlier results are set aside. A batch that was finalized or aborted
-    can't be changed, because its result was delivered. `verify` names the tasks whose payloads are lost.
+    All runs of each task are repeated, and its earlier results are ignored. A batch that was finalized or aborted can't
+    be changed, because its result was delivered. `verify` names the tasks whose payloads are lost.
 
     \b
     Example:
@@ -118,11 +118,11 @@ def redo(
 
 
 def wait_to_lead(settings: Config) -> None:
-    """Wait until no host has led this run for `hosts.timeout` seconds. Raises ConfigError for a run of one host."""
+    """Wait until no host has led this run for `hosts.timeout` s. Raises ConfigError if `hosts.address` is not set."""
     from trinity_es.events.store.database.leader_lock import wait_until_led_by_nobody
 
     if not settings.hosts.address:
-        raise ConfigError("--standby is for a run on several hosts: set hosts.address to an address of this host")
+        raise ConfigError("--standby needs a run on several hosts: set hosts.address to an address of this host")
     common.note(f"waiting to lead the run of {settings.masked()['store']['url']}, until no host has led it for "
                 f"{settings.hosts.timeout:.0f} s")
     wait_until_led_by_nobody(settings.store.url, settings.hosts.timeout)
@@ -137,13 +137,13 @@ def up(
     on: OnOption = None,
     hosts: Annotated[int | None, typer.Option(
         "--hosts", min=1, metavar="N", show_default="all nodes with room now",
-        help="With --on ray: number of hosts, each on a node of its own.")] = None,
+        help="With --on ray: number of hosts, each on its own node.")] = None,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
+    """Start the actor system of a config and wait for its engines. Then any trainer can connect.
 
-    Exits 1 if the log lacks events that this host knows to be acknowledged: see `trinity-es accept-rewind`. With
-    `--on ray` a Ray cluster runs it on several nodes and restarts any part that dies (docs/DEPLOY.md).
+    Exits 1 if the log lacks events that were acknowledged to this host: see `trinity-es accept-rewind`. With `--on ray`
+    a Ray cluster runs the system on several nodes and restarts any part that dies (docs/DEPLOY.md).
 
     \b
     Examples:
@@ -174,7 +174,7 @@ def up(
         return
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
-    if overrides:  # which may have changed the store
+    if overrides:  # they may have changed the store
         status_option = down_option = f"--log {shlex.quote(str(answer['log']))}"
     else:
         down_option = shlex.quote(str(config))
@@ -183,11 +183,11 @@ def up(
 
 
 def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool, as_json: bool) -> None:
-    """Have a Ray cluster start the run's head and hosts; with `wait` return when their engines serve."""
+    """Start the run's head and hosts on a Ray cluster. With `wait`, returns when their engines serve."""
     from trinity_es.hosts import run_on_ray
 
     if standby:
-        raise typer.BadParameter("--standby is not for --on ray: Ray restarts the head by itself")
+        raise typer.BadParameter("leave out --standby with --on ray, because Ray restarts the head by itself")
     started_at = time.monotonic()
     answer = run_on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
     answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started_at}
@@ -200,7 +200,7 @@ def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool
 
 
 class Progress:
-    """Callback for statuses: it notes on stderr when a runner's activity, or the server list's problem, changes."""
+    """Callback that takes statuses and prints changes of a runner's activity, or of the server list's problem."""
 
     def __init__(self) -> None:
         self._activity_by_runner: dict[str, str] = {}
@@ -227,7 +227,7 @@ def down(
 ) -> None:
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
-    Exits 1 if a process could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray cluster.
+    Exits 1 if a process could not be ended. With `--on ray` the run's actors on all nodes of the Ray cluster end.
 
     \b
     Example:
