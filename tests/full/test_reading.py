@@ -56,7 +56,7 @@ def test_a_long_list_is_its_end_unless_all_is_asked_for(path: Path) -> None:
         ], commit_id="all")
     lines = cli("batches", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [str(i) for i in range(180, 230)]
-    assert "180 earlier ones" in lines[-1]
+    assert "180 earlier batches" in lines[-1]
     every = cli("batches", "--all", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in every] == ["id", *map(str, range(230))]
     assert len(told("batches", "--log", path)) == 230
