@@ -119,8 +119,8 @@ class Verdict:
     """State of the run in one word, and its problems."""
 
     word: str
-    """`running`, `idle` (no batch is open), `stalled`, `ended` (in order), `gone` (its processes died) or `unseen` (it is
-    on another machine)."""
+    """`running`, `idle` (no batch is open), `stalled`, `ended` (in order), `gone` (its processes died) or `unseen` (on
+    another machine)."""
     problems: list[str]
 
 
