@@ -138,8 +138,7 @@ class RolloutClient(SystemClient):
         """Add tasks to an open train batch and return the number of the first. `cursor`: see `submit_batch`.
 
         The batch's `min_wait_num`, if set, grows by as many. Raises BatchNotFound (KeyError), BatchTypeMismatch
-        (ValueError), TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the pipeline or has
-        ended).
+        (ValueError), TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the pipeline or ended).
         """
         tasks, cursors = argument_checks.list_of("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
         first = self._link.call(commands.AddTasks(
@@ -222,7 +221,8 @@ class RolloutClient(SystemClient):
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
         """Read the experiences that the pipeline delivered for a finalized train batch, one by one and in order.
 
-        Raises BatchNotFound, ValueError while the batch is not finalized, and PayloadNotFound if they were freed.
+        Raises BatchNotFound; DataError for an eval, and while the batch is not finalized; PayloadNotFound if the
+        experiences were freed.
         """
         for ref in self._delivered_refs(batch_id):
             yield from self._columns(batch_id, [ref])
@@ -238,6 +238,9 @@ class RolloutClient(SystemClient):
         except errors.BatchNotFound:
             self._require_log()  # the log may have lost it
             raise
+        if row.batch_type == "eval":
+            raise errors.DataError(f"batch {batch_id!r} is an eval, whose experiences are not kept: read its metrics, "
+                                   "or submit it as a train batch")
         finalized = self.log.last(batch_stream(batch_id), BatchFinalized.__name__)
         if row.state != BatchLifecycleState.FINALIZED or finalized is None:
             raise errors.DataError(f"batch {batch_id!r} is {row.state}, not FINALIZED: call finalize_train_batch first")
