@@ -55,7 +55,7 @@ def test_a_million_tokens_are_cut_and_counted() -> None:
     assert (len(long.tokens), long.left_out, long.skipped) == (100, 999_900, 0)
     prompt = overlay(one(tokens=np.zeros(1000, np.int32), prompt_length=990, logprobs=None), max_tokens=100)
     assert (len(prompt.tokens), prompt.left_out, prompt.skipped) == (100, 900, 900)
-    assert prompt.tokens[-1].place == 999  # the response is there to its end
+    assert prompt.tokens[-1].index == 999  # the response is there to its end
 
 
 @pytest.mark.parametrize("spans", ["x", [1], [[1, 2]], [["1", 0, 2]], {"a": 1}, [[None, None, None]]])
