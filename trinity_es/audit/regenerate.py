@@ -264,7 +264,7 @@ async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience
                 await serve_adapters(engine, [], lambda _, e: str(e))  # an older version loads only after removal
             load = await serve_adapters(engine, [published], lambda _, e: str(e))
             if load.errors:
-                raise WeightNotFound(f"version {version} of adapter {name!r} can't be loaded from {published.path}: "
+                raise WeightNotFound(f"version {version} of adapter {name!r} can't be loaded: "
                                      f"{load.errors[0][2]}", path=published.path)
             return str(name)
     return ""
