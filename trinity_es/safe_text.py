@@ -216,7 +216,7 @@ def summary(event: ev.Event) -> str:
         case ev.AdapterFailed():
             return f"{event.runner} did not load version {event.version} of adapter {event.adapter}: {event.error}"
         case ev.TasksetAdvanced():
-            return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
+            return f"{event.taskset} read to {event.offset} of epoch {event.epoch + 1} for batch {event.batch_id}"
         case ev.TasksetResolved():
             s = event.source
             source = " ".join(part for part in (s.path, s.subset, s.split, s.args) if part)

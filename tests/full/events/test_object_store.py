@@ -322,6 +322,18 @@ def test_a_move_that_was_interrupted_is_run_again(url: str, bucket_url: str, mon
     assert list(open_payloads(url).digests()) == digests == list(store.digests())
 
 
+def test_a_move_that_was_killed_while_it_deleted_is_run_again(url: str, bucket_url: str) -> None:
+    store = open_payloads(url)
+    digests = sorted(store.put(bytes([n])) for n in range(5))
+    move_payloads(url, bucket_url)
+    store.delete(digests[0])
+    again = cli("payloads", "move", bucket_url, "--log", url, "--delete")
+    assert (again.exit_code, list(store.digests())) == (0, []), again.output
+    assert list(open_payloads(url).digests()) == digests
+    once_more = cli("payloads", "move", bucket_url, "--log", url, "--delete")
+    assert (once_more.exit_code, list(open_payloads(url).digests())) == (0, digests), once_more.output
+
+
 def _die(*_: object) -> None:
     raise KeyboardInterrupt
 
