@@ -252,7 +252,7 @@ class Connection:
             time.sleep(0.1)
 
     def _join(self, dead_session: _Session, joining: Future[None]) -> None:
-        """Join the next system in place of `dead_session`, in a thread of its own; then complete `joining`."""
+        """Join the restarted system, replace `dead_session`, and complete `joining`. Runs in its own thread."""
         try:
             session = self._next_session(dead_session.admin)
         except BaseException as e:

@@ -58,7 +58,7 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
 def explain(
     config: Config, batch: str | None = None, find_batch: Callable[[Log, str], BatchId] | None = None
 ) -> list[Why]:
-    """Explain what this batch, or every open one, waits for.
+    """Explain what a batch, or each open batch, waits for.
 
     `batch`: the batch as the user typed it; `find_batch` returns its id. If the log can't be read, the running system's
     status is used. Raises BatchNotFound, LogError, and LogRewound if the log lost acknowledged events.
@@ -268,7 +268,7 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
 def _last_step_of_tasksets(log: Log, config: Mapping[str, Any], step: int) -> int | None:
     """Return the step at which a run's tasksets are used up. `step`: the last submitted step.
 
-    None if there is no taskset, or if a taskset is endless or not in the log.
+    Returns None if there is no taskset, or if a taskset is endless or not in the log.
     """
     buffer = config.get("buffer") or {}
     inputs = buffer.get("explorer_input") or {}

@@ -71,7 +71,7 @@ class RolloutClient(SystemClient):
         super().__init__(config)
         self._publisher = Publisher(config, self._call_with_grace, lambda: self.log)
         self.redelivered: list[BatchId] = []
-        """Batches delivered again to a resumed trainer: the trained ones by step, then the others as finalized."""
+        """Batches that a resumed trainer gets again: trained batches by step, then others in order of finalizing."""
         self._redelivered_up_to = 0
         """Log position: each train batch finalized up to here is redelivered, or was acknowledged for an old step."""
         self._take_lock = threading.Lock()
@@ -153,7 +153,7 @@ class RolloutClient(SystemClient):
         """Wait until enough tasks of the batch are settled, run the pipeline, and end the batch.
 
         Returns keys `batch_id, batch_type, finished_task_count, metrics`; a second call returns the same.
-        `finished_task_count` includes tasks that failed for good; `rollout/failed_task_count` counts only those. Raises
+        `finished_task_count` includes tasks that failed for good; `rollout/failed_task_count` counts only these. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
         PipelineError (the batch is RUNNING again).
 

@@ -52,7 +52,7 @@ class Message:
 
 
 def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[RunExperiences]:
-    """Read the experiences of each of these runs; where there are none, the result has a sentence that says why."""
+    """Read the experiences of each of these runs. If a run has none, its result has a sentence that says why."""
     results = rollout_reader.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
     return [
         replace(result, missing=_why_missing(row, result), trouble=result.trouble and (

@@ -197,7 +197,7 @@ class Monitors:
 
 
 def _metrics_row(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
-    """Return an event's metrics and the `explorer` metrics as a row; None if there are none, or no step."""
+    """Return an event's metrics and the `explorer` metrics as a row; None if the event has no metrics or no step."""
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
             metrics = _finite_metrics({**result["metrics"], **explorer}, "rollout")

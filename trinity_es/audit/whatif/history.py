@@ -29,7 +29,7 @@ class Settings:
     over_rollout_ratio: float | None = None
     """`explorer.over_rollout.ratio`, of train batches."""
     runners: int | None = None
-    """Number of engines of the rollout model. Additional engines have as many places as the largest, and never die."""
+    """Number of engines of the rollout model. Additional ones have the concurrency of the largest, and never die."""
     max_concurrency: int | None = None
     """`explorer.max_concurrency`, of each runner."""
     max_retry: int | None = None
@@ -55,7 +55,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addition:
-    """Tasks that a client added. If the pipeline left too few groups before, `missing` is that result."""
+    """Tasks that a client added, perhaps because the pipeline had left too few groups (`missing`)."""
 
     event: ev.TasksAdded
     added_at: float
@@ -76,8 +76,8 @@ class PastBatch:
     durations: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
     """Durations by (task, run, attempt)."""
     overheads: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """Overheads of each unit by (task, first run, attempt): seconds on its runner beyond those of its runs, and seconds
-    until its outcome was in the log after that."""
+    """Two overheads of each unit, by (task, first run, attempt): its seconds on the runner minus those of its runs, and
+    the seconds from then until its outcome was in the log."""
     due_at: float | None = None
     """When the batch had enough results to finalize."""
     finalizing_at: float | None = None
@@ -152,7 +152,7 @@ class History:
     pace: ev.PaceMeasured | None
     """Speed of attempts before the first of these batches, from which dynamic timeouts follow."""
     unit_seconds: float | None
-    """Usual duration of a unit at the begin of these batches; None if there were no batches before."""
+    """Usual duration of a unit before these batches; None if there were no earlier batches."""
     anchors: list[tuple[float, Anchor]]
     """(time, anchor) in order of time; the first anchor is ("begin", None)."""
 

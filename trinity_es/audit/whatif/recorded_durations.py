@@ -258,7 +258,7 @@ def _set_durations(flight: _Flight, *, sequential: bool) -> None:
 
 
 def _set_overheads(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
-    """Set the overheads of each unit. The log does not have its start: it began when its runner had a free place."""
+    """Set the overheads of each unit. Its start is not in the log, but follows from the free places of its runner."""
     places = {(life.runner, life.incarnation): life.places for life in lives}
     is_sequential = config["explorer"].get("concurrent_mode") == "sequential"
     place_ends_by_life: dict[tuple[str, int], list[float]] = {}

@@ -43,7 +43,7 @@ Unit = tuple[BatchId, int, int, int]
 
 
 class _Runner:
-    """Simulated runner: it plays as many units at a time as it has places; the others wait."""
+    """Simulated runner. It plays at most `places` units at a time; the others wait."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name, self.places = name, places
@@ -294,7 +294,7 @@ class Simulation:
         self.dispatch()
 
     def _end_pipeline(self, batch_id: BatchId) -> None:
-        """End the batch; if the recorded pipeline left too few groups, let the client add tasks in place of that."""
+        """End the batch. If the recorded pipeline left too few groups, the client adds tasks instead."""
         if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
             return
         if rounds := self.rounds[batch_id]:

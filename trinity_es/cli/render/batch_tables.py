@@ -312,7 +312,7 @@ def print_state(out: Console, state: BatchState) -> None:
 
 
 def _trained_text(state: BatchState) -> str:
-    """Return the step in which a batch was trained as text, or why there is none."""
+    """Return the step in which a batch was trained, or why there is none, as text."""
     if state.trained_step is not None:
         return str(state.trained_step)
     return "none: it is an eval" if state.batch_type == "eval" else "not trained"

@@ -101,7 +101,7 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
 
 
 def _print_unseen_ends(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None) -> None:
-    """For processes whose end was not recorded, print what the table's values mean."""
+    """Explain the table's values for runner processes whose end was not recorded."""
     states = {visible_state(life, up) for life in lives}
     for state, text in (
         ("replaced", "the whole system ended unseen; for `ended` and seconds lost, its last event before that counts"),

@@ -75,7 +75,7 @@ def _host_line(host: dict[str, Any]) -> str:
 
 
 def show(out: Console, status: dict[str, Any]) -> None:
-    """Print a status: the system, hosts with their runners, open batches, and the problems or that there are none."""
+    """Print the system, its hosts and runners, open batches, and problems; without problems, a sentence says so."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 

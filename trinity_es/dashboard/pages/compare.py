@@ -28,7 +28,7 @@ class Side:
     """Log position up to which the batch was replayed; None for all events."""
     timeline: BatchTimeline
     facts: dict[str, Any]
-    """Values that are compared, by name; those of a task under `task N`."""
+    """Compared values by name. The values of a task are under `task N`."""
 
 
 def comparison(request: PageRequest) -> Page:

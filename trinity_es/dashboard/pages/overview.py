@@ -52,7 +52,7 @@ class _LastValue:
 
 
 def overview(request: PageRequest) -> Page:
-    """Return the page `/`. Most values are cached until the next event, those that change with time for a second."""
+    """Return the page `/`. Values are cached until the next event, or if they change with time, for a second."""
     last_log_values: _LastValue = request.server_values.setdefault("overview", _LastValue())
     last_wait_values: _LastValue = request.server_values.setdefault("waits", _LastValue())
     head_hash = request.log.head().hash
