@@ -110,7 +110,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
     """Read a run of a task from the log and its payload store. Raises BatchNotFound, DataError, PayloadNotFound."""
     state = log.current(batch_id)
     if state is None:
-        raise BatchNotFound(f"no batch {batch_id!r} in {log.url}")
+        raise BatchNotFound(f"there is no batch {batch_id!r} in {log.url}: `trinity-es batches` lists all batches")
     if not 0 <= task < len(state.tasks) or not 0 <= run < state.tasks[task].total_runs:
         has_task = 0 <= task < len(state.tasks)
         range_text = f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}" if has_task else (
@@ -131,7 +131,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         if not log.was_freed(batch_id):
             raise
         raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the "
-                              "newest steps only") from e
+                              "newest steps only. Choose a newer batch") from e
     config = log.config(row.finish_position)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run, so its engine is unknown: only a run that was "

@@ -150,7 +150,8 @@ def find_batch(log: Log, text: str) -> BatchId:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8") from None
+        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8. `trinity-es batches` lists all "
+                            "batches") from None
     if (batch_id := batch_named(log, text)) is not None:
         return batch_id
     # The ids of evals begin with their step, as in 12/letters.

@@ -49,7 +49,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             try:
                 data = secret_file.hide(task_to_dict(_with_project_secrets(task)))
             except RecursionError as e:
-                raise TaskNotSerializable("a value of the task is nested too deeply, or contains itself") from e
+                raise TaskNotSerializable("a value is nested too deeply or contains itself: give a flat value") from e
             if task.repeat_times is not None:
                 whole_number("repeat_times", task.repeat_times, least=1)
             merged(Sampling(), task.rollout_args, DataError, "rollout_args")

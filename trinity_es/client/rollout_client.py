@@ -255,7 +255,7 @@ class RolloutClient(SystemClient):
                 raise
             raise errors.PayloadNotFound(
                 f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest steps "
-                "only; its events are in the log", digest=e.details["digest"]) from e
+                "only. Its events stay in the log", digest=e.details["digest"]) from e
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
         """Wait for the next `n` experiences of all finalized train batches, and take them.

@@ -406,12 +406,14 @@ class Scheduler:
             try:
                 progress = await self._ask_patiently(command, progress_at + limit)
             except TimeoutError as e:
-                raise WaitTimeout(f"no answer from the coordinator within {timeout} s", batches=[]) from e
+                raise WaitTimeout(f"no answer from the coordinator within {timeout} s: wait again, or see "
+                                  "`trinity-es status`", batches=[]) from e
             now = time.monotonic()
             if progress["open"] == 0:
                 return
             if self._is_stopping:
-                raise NotRunning(f"the scheduler was stopped; {progress['open']} open tasks stay in the log")
+                raise NotRunning(f"the scheduler was stopped, and {progress['open']} open tasks stay in the log: call "
+                                 "`await scheduler.start()` to go on")
             if progress["settled"] > settled_count >= 0:
                 progress_at = now
             settled_count = progress["settled"]

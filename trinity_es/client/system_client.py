@@ -107,7 +107,7 @@ class SystemClient:
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
             raise TimeoutError("restart_runner: the guardian, which restarts runners, did not answer within "
-                               f"{PATIENCE_SECONDS:.0f} s")
+                               f"{PATIENCE_SECONDS:.0f} s: see `trinity-es status`")
         incarnations = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
         if argument_checks.text("name", name) not in incarnations:  # perhaps a runner of another host
             rows = self._link.call(GetStatus(), max(0.0, deadline - time.monotonic()))["runners"]

@@ -119,7 +119,7 @@ def batch_id_of(log: Log, ref: str) -> BatchId:
     """Return the id of the batch with this name in URLs. Raises BatchNotFound."""
     if (batch_id := batch_named(log, ref)) is not None:
         return batch_id
-    raise BatchNotFound(f"no batch {ref!r} in {log.url}")
+    raise BatchNotFound(f"there is no batch {ref!r} in {log.url}: the page /batches lists all batches")
 
 
 def batch_url(batch_id: BatchId, **query: object) -> str:

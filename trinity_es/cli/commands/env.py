@@ -131,7 +131,7 @@ def _scripted_config() -> Config:
 
 
 def _with_environment(settings: Config, name: str) -> Config:
-    """Return the config with this environment as its only taskset. If it has a taskset for it, the settings are kept."""
+    """Return the config with this environment as its only taskset. A configured taskset of it keeps its settings."""
     inputs = settings.buffer.explorer_input
     configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _is_path_of(t.path, name)), None)
     taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if configured is None else configured.model_dump(

@@ -130,7 +130,8 @@ def _requested_run(request: PageRequest, batch: BatchTimeline) -> tuple[RunRow, 
     task, run = request.number("task"), request.number("run")
     row = batch.row(task, run)
     if row is None:
-        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or does not exist")
+        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or does not exist: "
+                            "the batch's page lists its tasks")
     [run_experiences] = rollout_values.read_runs(request.log, batch, [row])
     return row, run_experiences, min(request.number("step"), max(0, len(run_experiences.experiences) - 1))
 

@@ -130,7 +130,7 @@ def runner(request: PageRequest) -> Page:
     name = request.text("name")
     lives = [life for life in request.log.runner_lives() if life.runner == name]
     if not lives:
-        raise RunnerNotFound(f"no runner {name!r} in {request.log.url}")
+        raise RunnerNotFound(f"there is no runner {name!r} in {request.log.url}: the page /runners lists all runners")
     incarnation = request.number("life") if request.text("life") else None
     chosen = [life for life in lives if incarnation in (None, life.incarnation)]
     begin, end = _log_period(request)

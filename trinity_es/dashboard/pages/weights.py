@@ -52,7 +52,8 @@ def _version_page(request: PageRequest, version: int) -> Page:
     loads.sort(key=lambda pair: pair[0].at)
     batches = request.log.batches_made_by(version, MAX_BATCHES)
     if published is None and not loads_at_start and not batches:
-        raise WeightNotFound(f"no version {version} of the weights in {request.log.url}")
+        raise WeightNotFound(f"there is no version {version} of the weights in {request.log.url}: the page /weights "
+                             "lists all versions")
     return Page(
         template="weights_version.html", title=f"Weights version {version}", nav="weights",
         watch=("weights", "runner/"),
