@@ -45,7 +45,6 @@ class Demo:
 
     folder: Path
     config: Path
-    """Path of the config file."""
     steps: int
     learns: bool
     """False for the scripted engine, which can't learn."""
@@ -103,7 +102,6 @@ def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineNam
 
 
 def _free_port() -> int:
-    """Return a port of this machine at which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -29,7 +29,7 @@ _FORMAT_KEYS = frozenset(FormatConfig.of_tasks())
 _ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
-"""Maximum of a timeout; a longer one means none, because a timer can't be set that late."""
+"""Longest timeout. Longer ones mean no limit, because timers can't be set that late."""
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ from trinity_es.weights.weights_reader import read_weight
 __all__ = ["RolloutClient", "connect"]
 
 READ_SECONDS = 10.0
-"""Timeout of reading the log for `why`: its server may be frozen."""
+"""Timeout of a read of the log for `why`, as its database server may hang."""
 
 A = TypeVar("A")
 
@@ -158,8 +158,7 @@ class RolloutClient(SystemClient):
         PipelineError (the batch is RUNNING again).
 
         `groups`: how many tasks must have experiences after the pipeline. If a filter left fewer (it may drop groups
-        whose rewards are all equal), TooFewGroups is raised, nothing is delivered, and the batch stays open for
-        `add_tasks`.
+        of equal rewards), TooFewGroups is raised, nothing is delivered, and the batch stays open for `add_tasks`.
         """
         return self._finalize(batch_id, "train", timeout, groups)
 
@@ -263,8 +262,7 @@ class RolloutClient(SystemClient):
         `buffer.queue` sets their order, how often an experience may be taken, and how soon it may be taken again. An
         experience's `info["use_count"]` counts its uses, this one included. `step`: the trainer's step that will use
         them. A trainer that resumes with `resumed_at=k` can take experiences of its steps after k again, but none that
-        it took without a step. Acknowledge a batch when all its experiences are used up; until then `store.retention`
-        keeps them.
+        it took without a step. Acknowledge a batch when its experiences are used up: `store.retention` keeps them until then.
 
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.

@@ -202,10 +202,9 @@ class Scheduler:
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
         """Queue all of these tasks or, if one is invalid, none. They are durable when this returns.
 
-        Lower batch ids run first, and inside a batch earlier tasks. Tasks for an open batch are added to it. If all
-        earlier tasks of the batch were collected, it starts again. The call blocks for one commit and may be awaited.
-        Raises BatchAlreadyActive for the id of a batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow,
-        DataError.
+        Lower batch ids run first, and inside a batch earlier tasks. Tasks for an open batch are added to it. If all its
+        tasks were collected, it starts again. The call blocks for one commit and may be awaited. Raises
+        BatchAlreadyActive for the id of a batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         client, task_list = self.client, list(tasks)
         require_batch_id(batch_id)

@@ -24,10 +24,9 @@ _log = logging.getLogger(__name__)
 def running(config: Config, *, timeout: float | None = None) -> Iterator[RolloutClient]:
     """Start the actor system of this config's store, or join the running one. Yields a client when the engines serve.
 
-    The end of the block ends a system that the block started. `timeout`: seconds that the engines may take to load,
-    `system.startup_timeout` by default. Progress is logged at INFO, or printed to stderr if the program did not set up
-    logging. Raises ConfigError (also if the running system has other settings), StartupError, LogRewound and the
-    errors of `connect`.
+    The end of the block ends a system that it started. `timeout`: seconds for the engines to load, by default
+    `system.startup_timeout`. Progress is logged at INFO, or printed to stderr if the program did not set up logging.
+    Raises ConfigError (also if the running system has other settings), StartupError, LogRewound, errors of `connect`.
     """
     begun_at = time.monotonic()
     store_url, logs = config.masked()["store"]["url"], config.system.log_dir

@@ -41,8 +41,7 @@ class Page:
     nav: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     watch: tuple[str, ...] | None = None
-    """Streams, or prefixes that end in `/`, whose new events make the browser reload the page. None means all streams,
-    () none."""
+    """Streams (or prefixes ending in `/`) whose new events make the browser reload the page; None: all streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,8 +86,7 @@ def byte_decode(ids: Sequence[int]) -> str:
 def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
     """Return the decoder of token ids for runs with this config, and its name (`bytes`, `tokenizer`).
 
-    A model needs a `tokenizer.json` in its folder on this machine, and the package tokenizers. Otherwise returns
-    (None, "").
+    Returns (None, "") if the model has no `tokenizer.json` in a folder here, or without the package tokenizers.
     """
     rollout = (config.get("explorer") or {}).get("rollout_model") or {}
     if rollout.get("engine_type") == "scripted":

@@ -114,7 +114,7 @@ class Agent:
             end_system(self._config)
 
     def _work(self) -> None:
-        """Do the work of the head or of a host; after an error try again, until `leave`."""
+        """Run the head or the host. After an error, try again until `leave`."""
         pauses = Backoff(*PAUSE_SECONDS)
         while not self._ended.is_set():
             try:

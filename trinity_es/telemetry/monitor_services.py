@@ -36,8 +36,7 @@ class Monitor(Protocol):
 class TensorboardMonitor:
     """Monitor `tensorboard`: scalars in event files under `path` (default: `tensorboard/` in the run's folder).
 
-    Needs the package tensorboard, but neither torch nor tensorflow. A resumed run makes TensorBoard drop the steps that
-    it repeats.
+    Needs the package tensorboard, but neither torch nor tensorflow. TensorBoard drops steps that a resumed run repeats.
     """
 
     @classmethod

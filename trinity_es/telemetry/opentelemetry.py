@@ -8,8 +8,7 @@ follows the log are not sent. Times are those of the log. Ids derive from the lo
 so two processes that follow one log send the same spans.
 
 Traces can't disturb a run: the thread only reads the log, and holds one batch at a time. If a batch can't be sent, it
-is skipped, and the failure is logged once. `ATTRIBUTES` have the names of the proposed `rl.*` conventions where these
-define one.
+is skipped, and the failure is logged once. `ATTRIBUTES` have names of the proposed `rl.*` conventions, if there is one.
 """
 
 from __future__ import annotations

@@ -159,7 +159,6 @@ def _last_train_value(column: str) -> Callable[[_Facts], float | None]:
 
 
 def _last_train_seconds(facts: _Facts) -> float | None:
-    """Return the seconds from submission to end of the train batch that was finalized last."""
     batch = facts.last_train
     return None if batch is None or batch.ended_at is None else batch.ended_at - batch.submitted_at
 

@@ -68,8 +68,7 @@ class Prediction:
     begun_at: float
     """Unix seconds of the first submission."""
     recorded_span: float
-    """Seconds from the first submission to the last end of a batch. Batches that did not end in the simulation don't
-    count."""
+    """Seconds from the first submission to the last end, over batches that ended in the simulation too."""
     predicted_span: float
     left_out: list[BatchId] = field(default_factory=list)
     """Chosen batches of a Scheduler, which can't be simulated."""

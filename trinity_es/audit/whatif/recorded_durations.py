@@ -131,7 +131,6 @@ def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> 
 
 
 def _are_concurrent(a: BatchRow, b: BatchRow) -> bool:
-    """Return True if two batches were open at the same time."""
     ends = [float("inf") if row.ended_at is None else row.ended_at for row in (a, b)]
     return a.submitted_at <= ends[1] and b.submitted_at <= ends[0]
 

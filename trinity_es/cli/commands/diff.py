@@ -105,7 +105,6 @@ def _show_logs(first: str, second: str, as_json: bool) -> bool:
 
 
 def _runs_json(runs: RunsCompared) -> dict[str, Any]:
-    """Return the comparison of two runs for `--json`."""
     def as_json(difference: BatchDifference) -> dict[str, Any]:
         return {"batch_id": difference.batch_id, "changes": [asdict(c) for c in difference.changes]}
 

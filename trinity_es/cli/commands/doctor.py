@@ -183,7 +183,6 @@ def _engine_findings(is_needed: bool) -> list[Finding]:
 
 
 def _sqlite_finding() -> Finding:
-    """Check the version of this Python's SQLite library."""
     version = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info < (3, 35, 0):
         return Finding("sqlite", "missing", version, "3.35 or newer is needed: use a Python that was built with it")

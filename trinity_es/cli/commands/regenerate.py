@@ -48,7 +48,6 @@ def regenerate(
 
 
 def _as_json(result: Regeneration) -> dict[str, Any]:
-    """Return the comparison for `--json`."""
     rollout = result.rollout
     return {
         "batch_id": rollout.batch_id, "task": rollout.task, "run": rollout.run, "attempt": rollout.attempt,

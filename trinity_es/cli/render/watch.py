@@ -40,7 +40,7 @@ PAUSE_FACTOR = 4
 WINDOW_SECONDS = 30.0
 """Length of the time window in which throughput is measured. It ends now, or with the last event of an idle run."""
 _WINDOW_EVENTS = 4000
-"""Maximum number of events in that window. If it has more, it is shortened."""
+"""Maximum number of events in the throughput's time window. With more events the window is shortened."""
 _OPEN_STATES = ("running", "finalizing", "pending")
 
 
