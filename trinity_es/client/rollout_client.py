@@ -262,7 +262,7 @@ class RolloutClient(SystemClient):
         `buffer.queue` sets their order, how often an experience may be taken, and how soon it may be taken again. An
         experience's `info["use_count"]` counts its uses, this one included. `step`: the trainer's step that will use
         them. A trainer that resumes with `resumed_at=k` can take experiences of its steps after k again, but none that
-        it took without a step. Acknowledge a batch when its experiences are used up: `store.retention` keeps them until then.
+        it took without a step. `store.retention` keeps experiences until their batch is acknowledged.
 
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
