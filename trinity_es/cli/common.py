@@ -92,7 +92,7 @@ def read_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def choose_log(log: str | None, config: Path | None = None) -> str:
-    """Return the URL or path of the log: the options', or else a chosen one, named on stderr. Raises LogNotFound."""
+    """Return the URL or path of the log. Without options, choose a log and name it on stderr. Raises LogNotFound."""
     if log is not None:
         return log
     if config is not None:

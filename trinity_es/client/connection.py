@@ -212,7 +212,7 @@ class Connection:
 
     @property
     def admin(self) -> dict[str, Any]:
-        """Admin of the joined system."""
+        """Pid, port and other data of the joined system's admin process."""
         return self._session.admin
 
     def _require_open(self) -> None:

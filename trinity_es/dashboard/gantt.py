@@ -71,7 +71,7 @@ class Cell:
 
 
 def kind_of(attempt: Attempt) -> str:
-    """Return `finished`, `running`, `dropped`, or for every kind of failure `failed`."""
+    """Return `failed` for every kind of failure, else `finished`, `running` or `dropped`."""
     return attempt.outcome if attempt.outcome in ("finished", "running", "dropped") else "failed"
 
 

@@ -119,19 +119,19 @@ class _ServiceMonitor:
 
 
 class WandbMonitor(_ServiceMonitor):
-    """`wandb`; needs the package."""
+    """Monitor `wandb`, which needs the package wandb."""
 
     package = "wandb"
 
 
 class TrackioMonitor(_ServiceMonitor):
-    """`trackio`; needs the package."""
+    """Monitor `trackio`, which needs the package trackio."""
 
     package = "trackio"
 
 
 class SwanlabMonitor(_ServiceMonitor):
-    """`swanlab`; needs the package."""
+    """Monitor `swanlab`, which needs the package swanlab."""
 
     package = "swanlab"
 

@@ -29,7 +29,7 @@ __all__ = ["combined", "concurrent_groups", "read_past"]
 MIN_GROUP_SIZE = 50
 """Least number of batches that are replayed together. A long log is split, since it does not fit into memory."""
 TURN_SECONDS = 1e-4
-"""Time put between two turns of the coordinator that share a commit's time, to keep their order."""
+"""Turns of the coordinator that were committed together get times this far apart, to keep their order."""
 NEEDED_KEYS = (
     "max_timeout", "max_retry_times", "max_repeat_times_per_runner", "max_concurrency", "over_rollout",
     "dynamic_timeout",
