@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from trinity_es.cli.common import find_batch
-from trinity_es.cli.render.status import show
+from trinity_es.cli.render.status import print_status
 from trinity_es.client import health
 from trinity_es.client import problems as of_system
 from trinity_es.config.config import Config
@@ -52,7 +52,7 @@ UP = DOWN | {"up": True, "admin": {"pid": 1}}
 
 def shown(found: dict[str, Any]) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=200), found)
+    print_status(Console(file=out, width=200), found)
     return out.getvalue()
 
 

@@ -13,7 +13,7 @@ from tests.helpers.handmade import cli, write
 from trinity_es.audit.whatif import history
 from trinity_es.audit.whatif.forecast import Forecast, Settings, replay_history
 from trinity_es.audit.whatif.history import Addition, Duration, History, Life, PastBatch, WeightsUpdate
-from trinity_es.audit.whatif.recorded_durations import read_past
+from trinity_es.audit.whatif.recorded_durations import read_history
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
@@ -80,7 +80,7 @@ def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tm
     ])
     with open_log(str(tmp_path / "log")) as log:
         rows = log.batches()
-        of = {row.batch_id: read_past(log, rows, [row]) for row in rows}
+        of = {row.batch_id: read_history(log, rows, [row]) for row in rows}
     assert {b: [(c.version, list(c.loads)) for c in record.changes] for b, record in of.items()} == {
         1: [], 2: [(2, ["runner-0"])], 3: []}
     assert {b: [one.ended_at is None for one in record.lives] for b, record in of.items()} == {
@@ -127,7 +127,7 @@ def test_the_rounds_in_which_tasks_were_added_are_read(tmp_path: Path) -> None:
     with open_log(str(tmp_path / "log")) as log:
         times = [r.recorded_at for r in log.events(1)]
         rows = log.batches()
-        [record] = read_past(log, rows, rows).batches
+        [record] = read_history(log, rows, rows).batches
     first, second = record.additions
     assert (first.event.request, first.missing) == ("s", None)
     assert (second.event.request, second.missing) == ("r", missing)

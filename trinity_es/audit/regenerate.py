@@ -33,7 +33,9 @@ from trinity_es.events.values import BatchId, local_time
 from trinity_es.projections.history.attempts import RunRow, fold_timeline
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["Regeneration", "Rollout", "Turn", "compare", "find_rollout", "play_turns", "regenerate", "regeneration"]
+__all__ = [
+    "Regeneration", "Rollout", "Turn", "compare", "find_rollout", "make_regeneration", "play_turns", "regenerate",
+]
 
 LATER_CHANGE_SECONDS = 5.0
 """A change of a version's files is ignored within this time after its publication."""
@@ -215,7 +217,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
         finally:
             await engine.stop()
 
-    return regeneration(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
+    return make_regeneration(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
                         weights=path or engine_config.model_path)
 
 
@@ -270,7 +272,7 @@ async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience
     return ""
 
 
-def regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
+def make_regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
     """Return the compared turns of a run together with possible reasons for differences."""
     result = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
                           model=model, weights=weights)

@@ -38,7 +38,9 @@ from trinity_es.safe_text import sparkline
 from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, settings_phrase
 
-__all__ = ["explore", "print_summary", "quiet", "quietly", "run_summary", "run_with_view", "short_path"]
+__all__ = [
+    "explore", "libraries_silenced", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
+]
 
 _QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -49,17 +51,17 @@ _QUIET_ENVIRONMENT = {
 """Environment variables that keep the libraries of a trainer in this process from printing into the live view."""
 
 
-def quiet() -> None:
+def silence_libraries() -> None:
     """Keep the libraries of a trainer in this process from printing into the live view."""
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Apply `quiet` during a `with` block, and restore the environment after it."""
+def libraries_silenced() -> Iterator[None]:
+    """Apply `silence_libraries` during a `with` block, and restore the environment after it."""
     added_names = _QUIET_ENVIRONMENT.keys() - os.environ.keys()
-    quiet()
+    silence_libraries()
     try:
         yield
     finally:
@@ -73,7 +75,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     `resuming`: the store must hold a run, which may be complete. `as_json`: the view goes to stderr. Raises
     ConfigError, and the errors of the part.
     """
-    quiet()
+    silence_libraries()
     remembered_log_end.require_remembered(settings)  # before anything relies on the log
     if resuming:
         _require_led_here(settings)

@@ -15,7 +15,16 @@ from trinity_es.projections.history.attempts import Attempt, BatchTimeline, Task
 from trinity_es.projections.why.answer import span
 
 __all__ = [
-    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "cells", "drawing", "kind_of", "lane", "reward_range_of",
+    "Bar",
+    "Cell",
+    "Lane",
+    "Window",
+    "attempts_by_runner",
+    "bar_kind",
+    "cells",
+    "drawing",
+    "lane",
+    "reward_range_of",
     "ticks",
 ]
 
@@ -70,7 +79,7 @@ class Cell:
     title: str
 
 
-def kind_of(attempt: Attempt) -> str:
+def bar_kind(attempt: Attempt) -> str:
     """Return `failed` for every kind of failure, else `finished`, `running` or `dropped`."""
     return attempt.outcome if attempt.outcome in ("finished", "running", "dropped") else "failed"
 
@@ -89,7 +98,7 @@ def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) ->
         row_free_at[row] = ended_at
         x = window.x(began_at)
         bars.append(Bar(
-            x=x, width=max(window.x(ended_at) - x, 0.25), row=row, kind=kind_of(attempt), attempt=attempt.attempt,
+            x=x, width=max(window.x(ended_at) - x, 0.25), row=row, kind=bar_kind(attempt), attempt=attempt.attempt,
             title=_title(task, attempt, ended_at - began_at),
         ))
     return Lane(bars=bars, rows=max(1, len(row_free_at)))

@@ -54,7 +54,7 @@ def percent(part: float, whole: float) -> str:
 
 def clock(seconds: float | None) -> str | Markup:
     """Format unix seconds as local time without the date."""
-    return NONE if seconds is None else _local(seconds, "%H:%M:%S")
+    return NONE if seconds is None else _local_time(seconds, "%H:%M:%S")
 
 
 def moment(seconds: float | None) -> str | Markup:
@@ -66,10 +66,10 @@ def when(seconds: float | None) -> Markup:
     """Format unix seconds for a table: local date and time without the year. The tooltip has both in full."""
     if seconds is None:
         return NONE
-    return Markup('<time title="{}">{}</time>').format(moment(seconds), _local(seconds, "%m-%d %H:%M:%S"))
+    return Markup('<time title="{}">{}</time>').format(moment(seconds), _local_time(seconds, "%m-%d %H:%M:%S"))
 
 
-def _local(seconds: float, time_format: str) -> str:
+def _local_time(seconds: float, time_format: str) -> str:
     """Format unix seconds as local time. Adds the UTC offset if it differs from the current one (summer time)."""
     local, now = datetime.fromtimestamp(seconds, UTC).astimezone(), datetime.now().astimezone()
     return local.strftime(time_format) + (local.isoformat()[-6:] if local.utcoffset() != now.utcoffset() else "")

@@ -128,7 +128,7 @@ def whole_text(e: Experience) -> str:
     parts = [f"# experience {e.eid.uid}", f"# reward {e.reward}", "", "## prompt", prompt_of(e), "", "## response",
              response_of(e)]
     for message in e.messages or []:
-        parts += ["", f"## message of {message.get('role')}", _text_of(message.get("content"))]
+        parts += ["", f"## message of {message.get('role')}", _content_text(message.get("content"))]
     return "\n".join(parts) + "\n"
 
 
@@ -139,7 +139,7 @@ def messages(e: Experience) -> list[Message]:
     """
     out, characters_left = [], CONVERSATION_CHARACTERS
     for message in e.messages or []:
-        text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_CHARACTERS, characters_left))
+        text, left_out = cut(_content_text(message.get("content")), min(MESSAGE_CHARACTERS, characters_left))
         characters_left -= len(text)
         other_fields = {k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {})}
         out.append(Message(role=shown(message.get("role", "?"))[:40], text=text, left_out=left_out,
@@ -147,7 +147,7 @@ def messages(e: Experience) -> list[Message]:
     return out
 
 
-def _text_of(content: Any) -> str:
+def _content_text(content: Any) -> str:
     """Return the content of a chat message as text. A list of parts becomes a line per part; others become JSON."""
     if isinstance(content, str):
         return content
@@ -190,8 +190,8 @@ def experience_values(
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
     return {
         "eid": e.eid, "type": e.experience_type, "reward": e.reward, "metrics": sorted(e.metrics.items()),
-        "advantage": _summary(e.advantages), "returns": _summary(e.returns), "logprob": _summary(e.logprobs),
-        "token_reward": _summary(e.token_level_reward), "truncated": e.truncate_status,
+        "advantage": _statistics(e.advantages), "returns": _statistics(e.returns), "logprob": _statistics(e.logprobs),
+        "token_reward": _statistics(e.token_level_reward), "truncated": e.truncate_status,
         "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
         "messages": messages(e), "overlay": tokens.overlay(e, decode, source, max_tokens),
         "info": cut(as_json(info), JSON_CHARACTERS)[0] if info else "",
@@ -200,7 +200,7 @@ def experience_values(
     }
 
 
-def _summary(values: Array | None) -> dict[str, float] | None:
+def _statistics(values: Array | None) -> dict[str, float] | None:
     """Return mean, minimum and maximum of the finite values; None if no value is finite."""
     finite = [] if values is None else values[np.isfinite(values)]
     if not len(finite):

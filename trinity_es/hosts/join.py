@@ -190,7 +190,7 @@ class HostRun:
             started_at = time.monotonic()
             try:
                 head = find_head(self._url)
-                config = self._with_model_folders(head, self._config())
+                config = self._with_model_folders(head, self._read_config())
                 require_gpus(config, self._name)
                 config.check()
                 self._report(f"the head accepts hosts at {head}: joining as {self._name}")
@@ -211,7 +211,7 @@ class HostRun:
             self._report(f"{reason}; trying again in {pause:.0f} s")
             self._sleep(pause)
 
-    def _config(self, model_folders: Mapping[str, str] = MappingProxyType({})) -> Config:
+    def _read_config(self, model_folders: Mapping[str, str] = MappingProxyType({})) -> Config:
         return host_config(self._url, self._name, self._overrides, self._log_dir, self._key_file, model_folders)
 
     def _with_model_folders(self, head: HeadPlace, config: Config) -> Config:
@@ -227,14 +227,14 @@ class HostRun:
                 continue
             self._report(f"{path} is not on this host: copying the model from the head")
             try:
-                model_folders[path] = str(self._pull(head, config, FolderName("model", name)))
+                model_folders[path] = str(self._pull_folder(head, config, FolderName("model", name)))
             except SyncError as e:
                 if not e.details.get("refused") or self.is_leaving():
                     raise
                 self._report(e.message)
-        return self._config(model_folders) if model_folders else config
+        return self._read_config(model_folders) if model_folders else config
 
-    def _pull(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
+    def _pull_folder(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
         """Copy a folder from the head and return its local path. Raises SyncError, also when `leave` is called."""
         folder = self._log_dir / "models"
         if config.hosts.weights_dir:  # other hosts may use this folder too

@@ -51,7 +51,7 @@ def require_local(request: Request) -> None:
 
     The browser that sent it is on this machine, because a proxy without a key listens on a loopback address only.
     """
-    for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
+    for header, host in (("Host", request.url.hostname), ("Origin", _origin_host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):
             raise ApiError(f"the header {header} names another machine, {host!r}, and this proxy without a key serves "
                            "only its own machine: set explorer.proxy_without_key to false and send the key",
@@ -61,7 +61,7 @@ def require_local(request: Request) -> None:
                        "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
 
 
-def _host(origin: str | None) -> str | None:
+def _origin_host(origin: str | None) -> str | None:
     """Return the host name in an Origin header, or the whole header if it has no host (such as "null")."""
     return None if origin is None else urlsplit(origin).hostname or origin
 

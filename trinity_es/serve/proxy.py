@@ -129,7 +129,7 @@ class Proxy:
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
 
-    async def finished(self) -> None:
+    async def wait_finished(self) -> None:
         """Wait until the server has ended, after `stop` or an error."""
         await asyncio.wait({self._serving})
 
@@ -185,7 +185,7 @@ class Proxy:
         """Yield (path, method, handler) of each route. All routes but /health check the key."""
         yield "/health", "GET", self._health
         for path, method, handler in (
-            *((path, method, self._generate if method == "POST" else self._read) for method, path in ROUTES),
+            *((path, method, self._generate if method == "POST" else self._forward_get) for method, path in ROUTES),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
@@ -284,13 +284,13 @@ class Proxy:
         self.commits += 1
         return json_response({"status": "success", **delivered})
 
-    async def _read(self, request: Request) -> Response:
+    async def _forward_get(self, request: Request) -> Response:
         """Forward a GET request, such as for the list of models, to an engine, and answer with its response."""
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
             if _is_engine_failure(response.status_code):
                 raise EngineFailed(error_message(response.content))
-            return _response(response.content, response.status_code, {"content-type": "application/json"})
+            return _make_response(response.content, response.status_code, {"content-type": "application/json"})
 
         return await self._ask_an_engine(ask, [])
 
@@ -325,7 +325,7 @@ class Proxy:
                 if status < 400:
                     self.engines.remember(own_keys, engine)
                 if passed.get("content-type", "").startswith("text/event-stream") and status == 200:
-                    stream = await self._stream(response, answer, passed, engine, path)
+                    stream = await self._start_stream(response, answer, passed, engine, path)
                     streaming = True
                     return stream
                 received = [frame async for frame in answer]
@@ -336,7 +336,7 @@ class Proxy:
                     if kind == "r":
                         await self._record(data, engine)
                 engine.answer_count += 1
-                return _response(b"".join(parts), status, passed)
+                return _make_response(b"".join(parts), status, passed)
             finally:
                 if not streaming:
                     await response.aclose()
@@ -374,7 +374,7 @@ class Proxy:
                 "other engine gets it: see `trinity-es runners`", status=500, code="engines_lost",
             ) from e
 
-    async def _stream(
+    async def _start_stream(
         self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
         engine: Backend, path: str,
     ) -> Response:
@@ -444,7 +444,7 @@ _FORWARDED_HEADERS = frozenset({"content-type", "cache-control", "x-model-versio
 """Headers of an engine's answer that the client gets."""
 
 
-def _response(body: bytes, status: int, headers: dict[str, str]) -> Response:
+def _make_response(body: bytes, status: int, headers: dict[str, str]) -> Response:
     from starlette.responses import Response
 
     return Response(body, status_code=status, headers=headers)

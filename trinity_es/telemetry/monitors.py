@@ -88,7 +88,7 @@ class Monitors:
             self._warn_once("jsonl", e)
         self._traces = start_traces(self._url, settings.otlp_endpoint)
         self._queue: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="monitors", daemon=True)
+        self._worker = threading.Thread(target=self._run_monitors, name="monitors", daemon=True)
         self._worker.start()
         self._stop = threading.Event()
         self._reader: threading.Thread | None = None
@@ -109,7 +109,7 @@ class Monitors:
         if finite_metrics:
             if self._jsonl is not None:
                 with self._jsonl_lock:
-                    self._try("jsonl", partial(self._jsonl.log, finite_metrics, step, position, at))
+                    self._call_monitor("jsonl", partial(self._jsonl.log, finite_metrics, step, position, at))
             self._queue.put((finite_metrics, step))
 
     def close(self) -> None:
@@ -126,17 +126,17 @@ class Monitors:
             _LOG.warning("monitors %s did not end within %.0f s", ", ".join(self._monitors), CLOSE_SECONDS)
         if self._jsonl is not None:
             with self._jsonl_lock:
-                self._try("jsonl", self._jsonl.close)
+                self._call_monitor("jsonl", self._jsonl.close)
 
-    def _work(self) -> None:
+    def _run_monitors(self) -> None:
         """Pass queued metrics to the monitors until `close` queues None; then close the monitors. Runs in a thread."""
         while (item := self._queue.get()) is not None:
             for name, monitor in self._monitors.items():
-                self._try(name, partial(monitor.log, *item))
+                self._call_monitor(name, partial(monitor.log, *item))
         for name, monitor in self._monitors.items():
-            self._try(name, monitor.close)
+            self._call_monitor(name, monitor.close)
 
-    def _try(self, name: str, call: Callable[[], None]) -> None:
+    def _call_monitor(self, name: str, call: Callable[[], None]) -> None:
         """Call a monitor, and log its error, if any, once."""
         try:
             call()
@@ -153,7 +153,7 @@ class Monitors:
     def _write_new_metrics(self, log: Log) -> None:
         """Write the metrics of all events since the last call; at the first call, of the whole log."""
         if self._position is None:
-            self._position = self._begin(log)
+            self._position = self._rewrite_jsonl(log)
         end = log.head().position
         for recorded in log.read(types=_TYPES, after=self._position):
             if row := _metrics_row(recorded, self._times.take(recorded)):
@@ -162,7 +162,7 @@ class Monitors:
             self._position = recorded.position
         self._position = max(self._position, end)
 
-    def _begin(self, log: Log) -> int:
+    def _rewrite_jsonl(self, log: Log) -> int:
         """Rewrite `metrics.jsonl`, pass new metrics to the other monitors, and return the log's last position.
 
         Training steps after the run's checkpoint are left out, because they are trained again. If a step was trained

@@ -180,11 +180,11 @@ class Traces:
                 continue
             self._sent_hashes.add(final_event.hash)  # before sending, so that no batch is sent twice
             try:
-                self._send(log, final_event)
+                self._send_batch(log, final_event)
             except Exception as e:
                 self._warn_once("sending", e)
 
-    def _send(self, log: Log, final_event: Recorded) -> None:
+    def _send_batch(self, log: Log, final_event: Recorded) -> None:
         """Send the spans of the batch that this event ended. Raises OSError if the receiver refuses them."""
         events = takewhile(lambda r: r.position <= final_event.position, log.read(stream=final_event.stream))
         timeline = fold_timeline(events)
@@ -331,7 +331,7 @@ class _SpanFactory:
         self._scope = InstrumentationScope("trinity_es", VERSION)
         self._flags = TraceFlags(TraceFlags.SAMPLED)
 
-    def _context(self, key: tuple[int, ...]) -> Any:
+    def _span_context(self, key: tuple[int, ...]) -> Any:
         """Return the trace id and span id of the span with this key."""
         from opentelemetry.trace import SpanContext
 
@@ -348,7 +348,7 @@ class _SpanFactory:
 
         status = Status(StatusCode.OK) if error is None else Status(StatusCode.ERROR, error[:_WIDTH])
         return ReadableSpan(
-            name, context=self._context(key), parent=None if parent is None else self._context(parent),
+            name, context=self._span_context(key), parent=None if parent is None else self._span_context(parent),
             resource=self._resource, attributes={k: v for k, v in attributes.items() if v is not None},
             events=[Event("rl.batch.turn", {"rl.text": what[:_WIDTH]}, _nanoseconds(at)) for at, what in turns or []],
             kind=SpanKind.INTERNAL, status=status, start_time=_nanoseconds(start),

@@ -82,7 +82,7 @@ class Metric:
     labels: tuple[str, ...] = ()
 
 
-def _counter(name: str, help: str, column: str) -> Metric:
+def _column_counter(name: str, help: str, column: str) -> Metric:
     """Return a counter of this column's sum over all batches."""
     return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
 
@@ -98,7 +98,7 @@ def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Call
     return Metric(name=name, kind=kind, help=help, read=read)
 
 
-def _batches(facts: _Facts) -> Samples:
+def _batch_counts(facts: _Facts) -> Samples:
     """Yield the number of batches of each type and state, including 0."""
     counts = {(row.batch_type, row.state): row.batches for row in facts.totals}
     for batch_type in get_args(BatchType):
@@ -135,7 +135,7 @@ def _host_runners(facts: _Facts) -> Samples:
             yield (host or HEAD, state), float(counts[host, state])
 
 
-def _finished_on(facts: _Facts, host: str) -> float:
+def _finished_tasks_on(facts: _Facts, host: str) -> float:
     """Return the number of tasks that a host finished. "" is the head: all tasks that no joined host finished."""
     if host:
         return float(facts.finished_by_host.get(host, 0))
@@ -164,21 +164,21 @@ def _last_train_seconds(facts: _Facts) -> float | None:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batches,
+    Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batch_counts,
            help="Batches by type and state."),
-    _counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
-    _counter("trinity_es_tasks_finished_total", "Tasks whose runs all completed.", "finished"),
-    _counter("trinity_es_tasks_failed_total", "Tasks with a run that failed for good.", "failed"),
-    _counter("trinity_es_tasks_dropped_total",
+    _column_counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
+    _column_counter("trinity_es_tasks_finished_total", "Tasks whose runs all completed.", "finished"),
+    _column_counter("trinity_es_tasks_failed_total", "Tasks with a run that failed for good.", "failed"),
+    _column_counter("trinity_es_tasks_dropped_total",
              "Tasks dropped before they finished, because their batch had enough or was aborted.", "dropped"),
     Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
            read=lambda f: (((kind,), float(f.losses.get(("attempt", kind), 0))) for kind in get_args(FailureKind)),
            help="Failed attempts by kind of failure. An attempt whose runs failed in two ways counts under both."),
-    _counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
+    _column_counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
     _single("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters dropped.",
          lambda f: sum(count for (kind, _), count in f.losses.items() if kind == "experience")),
-    _counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
-    _counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
+    _column_counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
+    _column_counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
     _single("gauge", "trinity_es_batch_reward", "Mean reward of the last finalized train batch.",
          _last_train_value("reward")),
     _single("gauge", "trinity_es_batch_staleness_versions", "Mean number of versions that the weights of the last "
@@ -199,8 +199,8 @@ METRICS: tuple[Metric, ...] = (
          lambda f: sum(life.state == "lost" for life in f.hosts) if f.hosts else None),
     Metric(name="trinity_es_host_runners", kind="gauge", labels=("host", "state"), read=_host_runners,
            help="Runners of a host by the state of their newest process."),
-    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",), read=_by_host(_finished_on),
-           help="Tasks whose runs all completed, by the host that completed them."),
+    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",),
+           read=_by_host(_finished_tasks_on), help="Tasks whose runs all completed, by the host that completed them."),
     Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=("host",), read=_by_host(_deaths_on),
            help="Runner processes of a host that ended unintentionally, but not together with the whole host."),
     _single("counter", "trinity_es_coordinator_starts_total", "Starts of coordinators.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_es.audit.whatif.history import History, Settings
-from trinity_es.audit.whatif.recorded_durations import concurrent_groups, read_past
+from trinity_es.audit.whatif.recorded_durations import concurrent_groups, read_history
 from trinity_es.audit.whatif.simulation import Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
@@ -85,7 +85,7 @@ def predict(
     if last is not None:
         chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
     for group in concurrent_groups(rows, chosen):
-        part = replay_history(read_past(log, rows, group), settings or Settings(), chosen)
+        part = replay_history(read_history(log, rows, group), settings or Settings(), chosen)
         prediction = part if prediction is None else _join(prediction, part)
     assert prediction is not None
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]

@@ -24,7 +24,7 @@ from trinity_es.projections.batch import evolve
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["combined", "concurrent_groups", "read_past"]
+__all__ = ["combine_seconds", "concurrent_groups", "read_history"]
 
 MIN_GROUP_SIZE = 50
 """Least number of batches that are replayed together. A long log is split, since it does not fit into memory."""
@@ -37,7 +37,7 @@ NEEDED_KEYS = (
 """Keys of `explorer` that the simulation reads."""
 
 
-def combined(seconds: Sequence[float], *, sequential: bool) -> float:
+def combine_seconds(seconds: Sequence[float], *, sequential: bool) -> float:
     """Return the total time of a unit's runs: the sum if they run one after the other, else the longest.
 
     Equal times were measured once for all runs, so they count once.
@@ -90,7 +90,7 @@ def concurrent_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | No
     yield group
 
 
-def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
+def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
     """Read the history of each batch since its last submission. Raises DataError if the log lacks a config."""
     head = log.head().position
     first, last = group[0].first_position, max(head if r.ended_at is None else r.last_position for r in group)
@@ -281,7 +281,7 @@ def _set_overheads(flights: Iterable[_Flight], lives: Iterable[Life], config: di
         played_at = min(begun_at + flight.seconds, flight.ended_at)
         heapq.heappush(place_ends, played_at)
         seconds = [flight.batch.durations[unit.task, run, unit.attempt].seconds for run in runs]
-        overhead = max(0.0, flight.seconds - combined(seconds, sequential=is_sequential))
+        overhead = max(0.0, flight.seconds - combine_seconds(seconds, sequential=is_sequential))
         flight.batch.overheads[key] = (overhead, flight.ended_at - played_at)
 
 

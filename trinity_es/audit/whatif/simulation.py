@@ -28,7 +28,7 @@ from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
-from trinity_es.audit.whatif.recorded_durations import combined
+from trinity_es.audit.whatif.recorded_durations import combine_seconds
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
@@ -100,34 +100,34 @@ class Simulation:
             self._plan_batch(batch)
         for change in self.past.changes:
             self._plan_weights(change)
-        self.reach(("begin", None))
+        self.reach_anchor(("begin", None))
         while self.queue:
             self.now, _, call = heapq.heappop(self.queue)
             call()
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
+    def call_after(self, seconds: float, call: Callable[[], None]) -> None:
         """Schedule `call` for this many virtual seconds from now."""
         self.call_count += 1
         heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.call_count, call))
 
-    def reach(self, anchor: Anchor) -> None:
+    def reach_anchor(self, anchor: Anchor) -> None:
         """Mark an anchor as reached, and run the calls that wait for it."""
         if anchor not in self.reached_at:
             self.reached_at[anchor] = self.now
             for call in self.waiting_calls.pop(anchor, []):
                 call()
 
-    def after_anchors(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
+    def call_after_anchors(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
         """Schedule `call` for `seconds` after all these anchors are reached."""
         missing = {a for a in anchors if a not in self.reached_at}
 
         def note_reached(anchor: Anchor) -> None:
             missing.discard(anchor)
             if not missing:
-                self.after(seconds, call)
+                self.call_after(seconds, call)
 
         if not missing:
-            self.after(seconds, call)
+            self.call_after(seconds, call)
         for anchor in list(missing):
             self.waiting_calls.setdefault(anchor, []).append(partial(note_reached, anchor))
 
@@ -162,24 +162,24 @@ class Simulation:
             runner.waiting.clear()
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
-                state = self.states[batch_id]
-                self.record(batch_id, decisions.runner_lost(state, name, incarnation, "it died", blamed=is_blamed))
+                events = decisions.runner_lost(self.states[batch_id], name, incarnation, "it died", blamed=is_blamed)
+                self.apply_events(batch_id, events)
                 self.finalize_if_enough(batch_id)
             self.dispatch()
 
         if ready_at <= self.begun_at:
-            self.after_anchors([("begin", None)], 0.0, start)
+            self.call_after_anchors([("begin", None)], 0.0, start)
         else:
             anchor, delay = self.past.last_anchor_before(ready_at)
-            self.after_anchors([anchor], delay, start)
+            self.call_after_anchors([anchor], delay, start)
         if ended_at is not None:
             anchor, delay = self.past.last_anchor_before(ended_at)
-            self.after_anchors([anchor], delay, die)
+            self.call_after_anchors([anchor], delay, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
         """Schedule a batch's recorded submission, the request to finalize it, its abort and its train step."""
         anchor, delay = self.past.last_anchor_before(batch.submitted_at)
-        self.after_anchors([anchor], delay, lambda: self.submit(batch))
+        self.call_after_anchors([anchor], delay, lambda: self.submit(batch))
         anchors: list[Anchor] = [("submit", batch.batch_id)]
         earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
                    and b.submitted_at < batch.submitted_at and b.ended_at is not None]
@@ -191,21 +191,21 @@ class Simulation:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
             anchors = [("submit", batch.batch_id), anchor]
             delay = min(delay, batch.finalizing_at - batch.submitted_at)
-        self.after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
+        self.call_after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.ended_at)
-            self.after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
+            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
         for addition in (a for a in batch.additions if a.missing is None):
             anchor, delay = self.past.last_anchor_before(addition.added_at)
             add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
-            self.after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
+            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
             anchors = [("end", batch.batch_id), *previous[-1:]]
-            begun_at = max(at for at, a in self.past.anchors if a in anchors)
-            self.after_anchors(anchors, batch.trained_at - begun_at, lambda: self.reach(("trained", batch.batch_id)))
+            delay = batch.trained_at - max(at for at, a in self.past.anchors if a in anchors)
+            self.call_after_anchors(anchors, delay, lambda: self.reach_anchor(("trained", batch.batch_id)))
 
     def _plan_weights(self, change: WeightsUpdate) -> None:
         """Schedule a publication of weights. A runner without a recorded load takes the median time."""
@@ -219,8 +219,8 @@ class Simulation:
                     load_seconds = change.loads.get(runner.name, median_seconds)
                     longest = max(longest, load_seconds)
                     runner.loads_in_progress += 1
-                    self.after(load_seconds, partial(end_load, runner, runner.incarnation))
-            self.after(longest, lambda: self.reach(("weights", change.version)))
+                    self.call_after(load_seconds, partial(end_load, runner, runner.incarnation))
+            self.call_after(longest, lambda: self.reach_anchor(("weights", change.version)))
 
         def end_load(runner: _Runner, incarnation: int) -> None:
             if runner.incarnation == incarnation and runner.loads_in_progress:
@@ -228,10 +228,10 @@ class Simulation:
                 runner.version = change.version
                 self.dispatch()
 
-        self.after_anchors([anchor], delay, publish)
+        self.call_after_anchors([anchor], delay, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
-    def record(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
+    def apply_events(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
         for event in events:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
@@ -247,8 +247,8 @@ class Simulation:
             max_attempts=recorded.max_attempts if settings.max_retry is None else 1 + settings.max_retry,
             runs_per_unit=recorded.runs_per_unit if settings.runs_per_unit is None else settings.runs_per_unit,
         )
-        self.record(batch.batch_id, [submitted])
-        self.reach(("submit", batch.batch_id))
+        self.apply_events(batch.batch_id, [submitted])
+        self.reach_anchor(("submit", batch.batch_id))
         self.dispatch()
 
     def await_batch(self, batch_id: BatchId) -> None:
@@ -262,8 +262,8 @@ class Simulation:
         if state.state.ended:
             return
         self.revoke(state)
-        self.record(batch_id, decisions.abort(state, reason="as recorded", keep_partial_results=True))
-        self.reach(("end", batch_id))
+        self.apply_events(batch_id, decisions.abort(state, reason="as recorded", keep_partial_results=True))
+        self.reach_anchor(("end", batch_id))
         self.dispatch()
 
     def finalize_if_enough(self, batch_id: BatchId) -> None:
@@ -276,17 +276,17 @@ class Simulation:
         if not state.is_complete and grace > 0 and batch_id not in self.grace_over_ids:
             if batch_id not in self.grace_begun_ids:
                 self.grace_begun_ids.add(batch_id)
-                self.after(grace + self.past_batches[batch_id].timer_delay, lambda: self._end_grace(batch_id))
+                self.call_after(grace + self.past_batches[batch_id].timer_delay, lambda: self._end_grace(batch_id))
             return
         self.revoke(state)
         return_partial = self.over_rollout["return_partial_tasks"]
-        self.record(batch_id, decisions.start_finalizing(state, return_partial=return_partial))
+        self.apply_events(batch_id, decisions.start_finalizing(state, return_partial=return_partial))
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
             rounds = self.rounds[batch_id]
             seconds = rounds[0].pipeline_seconds if rounds else self.past_batches[batch_id].pipeline_seconds
-            self.after(seconds, lambda: self._end_pipeline(batch_id))
+            self.call_after(seconds, lambda: self._end_pipeline(batch_id))
 
     def _end_grace(self, batch_id: BatchId) -> None:
         self.grace_over_ids.add(batch_id)
@@ -299,11 +299,11 @@ class Simulation:
             return
         if rounds := self.rounds[batch_id]:
             addition = rounds.popleft()
-            self.record(batch_id, [*filter(None, [addition.missing])])
+            self.apply_events(batch_id, [*filter(None, [addition.missing])])
             self.awaited_ids.discard(batch_id)  # until its caller has added tasks
-            self.after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
+            self.call_after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
         else:
-            self.record(batch_id, [ev.BatchFinalized(result={})])
+            self.apply_events(batch_id, [ev.BatchFinalized(result={})])
             self.note_end(batch_id)
             self.dispatch()
 
@@ -313,13 +313,13 @@ class Simulation:
             self.awaited_ids.add(batch_id)
         if self.states[batch_id].state is BatchLifecycleState.RUNNING:
             per_unit = self.settings.runs_per_unit or event.runs_per_unit
-            self.record(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
+            self.apply_events(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
             self.dispatch()
 
     def note_end(self, batch_id: BatchId) -> None:
         if self.dynamic_timeout is not None:
             self.pace = dynamic_timeout.measured(self.pace, self.states[batch_id], **self.dynamic_timeout) or self.pace
-        self.reach(("end", batch_id))
+        self.reach_anchor(("end", batch_id))
 
     def timeout(self) -> float:
         """Return the dynamic timeout of a run in seconds; 0 if there is none."""
@@ -342,52 +342,52 @@ class Simulation:
             for r in self.runners.values() if r.is_ready and not r.loads_in_progress
         ]
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
-            self.record(state.batch_id, [event])
+            self.apply_events(state.batch_id, [event])
             self.attempts[state.batch_id] = self.attempts.get(state.batch_id, 0) + len(event.units)
             for unit in event.units:
-                self._begin(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
+                self._queue_unit(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
 
     def revoke(self, state: BatchState) -> None:
         """Remove the units of this batch from all runners."""
         for runner in self.runners.values():
             runner.waiting = deque(w for w in runner.waiting if w[0][0] != state.batch_id)
             runner.playing -= {u for u in runner.playing if u[0] == state.batch_id}
-            self._fill(runner)
+            self._start_waiting_units(runner)
 
     # --- runners ----------------------------------------------------------------------------------------------------
-    def _begin(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
-        seconds, delay, outcome = self._play(state, unit, limit)
+    def _queue_unit(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
+        seconds, delay, outcome = self._play_unit(state, unit, limit)
         runner.waiting.append(((state.batch_id, unit.task, unit.run_id_base, unit.attempt), seconds, delay, outcome))
-        self._fill(runner)
+        self._start_waiting_units(runner)
 
-    def _fill(self, runner: _Runner) -> None:
+    def _start_waiting_units(self, runner: _Runner) -> None:
         """Start waiting units of a runner while it has free places."""
         while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, delay, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
-            self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, delay, outcome))
+            self.call_after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, delay, outcome))
 
     def _end_unit(self, runner: _Runner, incarnation: int, unit: Unit, delay: float, outcome: UnitOutcome) -> None:
         """Free the unit's place, and send its outcome after `delay` seconds."""
         if runner.incarnation != incarnation or unit not in runner.playing:
             return  # the unit was revoked, or its runner died
         runner.playing.discard(unit)
-        self._fill(runner)
-        self.after(delay, lambda: self._send(runner, incarnation, outcome))
+        self._start_waiting_units(runner)
+        self.call_after(delay, lambda: self._send_outcome(runner, incarnation, outcome))
 
-    def _send(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
+    def _send_outcome(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
         """Send an outcome. Outcomes sent within TOGETHER_SECONDS arrive in one message."""
         if not runner.outcomes:
-            self.after(TOGETHER_SECONDS, lambda: self._receive(runner, incarnation))
+            self.call_after(TOGETHER_SECONDS, lambda: self._receive_outcomes(runner, incarnation))
         runner.outcomes.append(outcome)
 
-    def _receive(self, runner: _Runner, incarnation: int) -> None:
+    def _receive_outcomes(self, runner: _Runner, incarnation: int) -> None:
         """Record the outcomes of a runner, as the coordinator does, and finalize batches that have enough."""
         changed_ids: dict[BatchId, None] = {}  # an ordered set
         outcomes, runner.outcomes = runner.outcomes, []
         for outcome in outcomes:
             events = decisions.outcome(self.states[outcome.batch_id], runner.name, incarnation, outcome)
-            self.record(outcome.batch_id, events)
+            self.apply_events(outcome.batch_id, events)
             average = runner.unit_seconds
             runner.unit_seconds = outcome.seconds if average is None else 0.8 * average + 0.2 * outcome.seconds
             if events:
@@ -397,13 +397,13 @@ class Simulation:
         self.dispatch()
 
     # --- durations --------------------------------------------------------------------------------------------------
-    def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
+    def _play_unit(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
         """Return a unit's seconds on its runner, further seconds until its outcome is in the log, and the outcome."""
         past = self.past_batches[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         durations = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
         overhead, delay = past.overheads.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_overheads
-        seconds = combined([d.seconds for d in durations], sequential=self.is_sequential) + overhead
+        seconds = combine_seconds([d.seconds for d in durations], sequential=self.is_sequential) + overhead
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
         for run, duration in zip(runs, durations, strict=True):
             if duration.kind:
@@ -418,7 +418,7 @@ class Simulation:
         if duration is None or duration.cut:
             self.drawn_counts[past.batch_id] = self.drawn_counts.get(past.batch_id, 0) + 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
-            duration = self._draw(self._pool(past, attempt > 1), chance, duration)
+            duration = self._draw_duration(self._duration_pool(past, attempt > 1), chance, duration)
         if duration.kind == "timeout":
             return replace(duration, seconds=max(0.0, limit + duration.seconds - duration.limit))
         if duration.limit != limit and duration.seconds > limit:
@@ -426,7 +426,7 @@ class Simulation:
         return duration
 
     @staticmethod
-    def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
+    def _draw_duration(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
         """Draw a duration from the pool; for an attempt that was cut off, a longer one than its recorded time."""
         if not pool:
             return Duration(seconds=0.0 if cut is None else cut.seconds)
@@ -438,7 +438,7 @@ class Simulation:
         extra = chance.choice(pool)
         return replace(extra, seconds=cut.seconds + extra.seconds, limit=0.0, kind="")
 
-    def _pool(self, past: PastBatch, retry: bool) -> list[Duration]:
+    def _duration_pool(self, past: PastBatch, retry: bool) -> list[Duration]:
         """Return the recorded durations to draw from for a first attempt, or a retry, in this batch."""
         if (past.batch_id, retry) not in self.duration_pools:
             first = [t for (_, _, n), t in sorted(past.durations.items()) if not t.cut and n == 1]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import quiet, run_with_view
+from trinity_es.cli.run_in_view import run_with_view, silence_libraries
 from trinity_es.config.config import Config
 from trinity_es.projections.metric_aggregation import missing_runs
 from trinity_es.projections.reading.log_reader import open_log
@@ -42,7 +42,7 @@ def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
 
 def run_benchmark(settings: Config, as_json: bool) -> None:
     """Run or continue a benchmark with a live view, and print its results. Exits 1 if a result is missing."""
-    quiet()
+    silence_libraries()
     explorer = Explorer(settings)
     store_url = settings.masked()["store"]["url"]
     names = [c.name for c in settings.buffer.explorer_input.eval_tasksets]
@@ -101,7 +101,7 @@ def debug(
     Example:
       trinity-es debug config.yaml --taskset letters --index 3 --runs 2
     """
-    quiet()
+    silence_libraries()
     settings = read_config(config, overrides)
     task = single_task.choose(settings, taskset, index, workflow)
     folder = keep or Path(settings.system.log_dir).parent / "debug" / time.strftime("%Y%m%d-%H%M%S")

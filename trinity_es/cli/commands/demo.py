@@ -11,7 +11,7 @@ import typer
 from trinity_es.cli import demo_folder
 from trinity_es.cli.common import JsonOption, note, print_json, read_config
 from trinity_es.cli.demo_folder import Demo
-from trinity_es.cli.run_in_view import explore, print_summary, quiet, run_summary, short_path
+from trinity_es.cli.run_in_view import explore, print_summary, run_summary, short_path, silence_libraries
 from trinity_es.config.config import Config
 from trinity_es.projections.reading.log_reader import open_log
 
@@ -38,7 +38,7 @@ def demo(
     Example:
       trinity-es demo --steps 40 --seed 1
     """
-    quiet()
+    silence_libraries()
     this_demo = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
     note(f"made {this_demo.folder}: model, taskset, trainer and config.yaml of this demo")
     settings = read_config(this_demo.config)

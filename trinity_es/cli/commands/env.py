@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import quietly
+from trinity_es.cli.run_in_view import libraries_silenced
 from trinity_es.config.config import Config
 from trinity_es.environments import installs as environments
 from trinity_es.environments.installs import Installed
@@ -112,7 +112,7 @@ def check(
     note(f"starting {environment.name} {environment.version} and engine {settings.explorer.rollout_model.engine_type}: "
          "this may take minutes if data or a model is loaded"
          + ("" if config else " (no --config: the engine writes random letters, so the reward says little)"))
-    with quietly(), tempfile.TemporaryDirectory() as folder:
+    with libraries_silenced(), tempfile.TemporaryDirectory() as folder:
         task = single_task.choose(settings, environment.name, index)
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:

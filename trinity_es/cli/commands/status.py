@@ -9,7 +9,7 @@ import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
 from trinity_es.cli.render.batch_tables import console
-from trinity_es.cli.render.status import show, verdict
+from trinity_es.cli.render.status import print_status, verdict
 from trinity_es.cli.which_config import config_from_options, is_config_file, one_of
 from trinity_es.client import health
 from trinity_es.projections.why.answer import Why
@@ -46,7 +46,7 @@ def status(
     if as_json:
         print_json(state)
     else:
-        show(console(), state)
+        print_status(console(), state)
     if state["problems"]:
         raise typer.Exit(1)
 

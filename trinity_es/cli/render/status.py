@@ -13,7 +13,7 @@ from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import end_of_run, resume_command, span
 from trinity_es.safe_text import clock, devices, does, plain
 
-__all__ = ["show", "verdict"]
+__all__ = ["print_status", "verdict"]
 
 _NOT_READY = "nothing is wrong, and no engine is ready yet"
 
@@ -74,7 +74,7 @@ def _host_line(host: dict[str, Any]) -> str:
             f"{work}{finished}")
 
 
-def show(out: Console, status: dict[str, Any]) -> None:
+def print_status(out: Console, status: dict[str, Any]) -> None:
     """Print the system, its hosts and runners, open batches, and problems; without problems, a sentence says so."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)

@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
-from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, cells, drawing, kind_of, lane, reward_range_of
+from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, bar_kind, cells, drawing, lane, reward_range_of
 from trinity_es.dashboard.page_urls import Page, PageRequest, Route
-from trinity_es.dashboard.pages.overview import followed
+from trinity_es.dashboard.pages.overview import kept_folds
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
@@ -65,7 +65,7 @@ def batch(request: PageRequest) -> Page:
     """Return the page `/batch?id=BATCH&at=POSITION`. With `at` it also shows the state as of that log position."""
     batch_id = request.batch_id()
     row = request.log.batch_row(batch_id)
-    why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=followed(request))
+    why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=kept_folds(request))
     # Nothing happens in a run without processes, so its time axis ends with the last event.
     is_dead = why is not None and why.cause in ("no_system", "unseen") and request.now - why.moved_at > 60
     with batch_cache(request).of(request.log, batch_id) as cached:
@@ -77,7 +77,8 @@ def batch(request: PageRequest) -> Page:
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
             "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
-            "losses": sorted(request.log.losses(batch_id).items()), "config": _config(request, row.first_position),
+            "losses": sorted(request.log.losses(batch_id).items()),
+            "config": _config_values(request, row.first_position),
         },
     )
 
@@ -116,19 +117,19 @@ def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: 
         "chosen": len(selected_tasks), "states": STATES,
         "runners": [
             RunnerWork(
-                name=name, attempts=len(pairs), finished=sum(kind_of(a) == "finished" for _, a in pairs),
-                failed=sum(kind_of(a) == "failed" for _, a in pairs),
+                name=name, attempts=len(pairs), finished=sum(bar_kind(a) == "finished" for _, a in pairs),
+                failed=sum(bar_kind(a) == "failed" for _, a in pairs),
                 seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in pairs),
                 versions=sorted({a.model_version for _, a in pairs}),
                 lane=lane(pairs, window, window.end) if with_lanes else None,
             )
             for name, pairs in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
         ],
-        "metrics": _grouped((state.final_result or {}).get("metrics", {})),
+        "metrics": _group_metrics((state.final_result or {}).get("metrics", {})),
     }
 
 
-def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+def _group_metrics(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     """Group metrics by the part of the name before the first slash. `x/mean`, `x/min`, ... share a line."""
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(metrics):
@@ -150,28 +151,28 @@ def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
 def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
     """Return the ids of the batches that were submitted last before and first after this log position."""
     return {
-        "before": _submitted(request, before=position, descending=True),
-        "after": _submitted(request, after=position, descending=False),
+        "before": _first_submission(request, before=position, descending=True),
+        "after": _first_submission(request, after=position, descending=False),
     }
 
 
-def _submitted(request: PageRequest, **range_options: Any) -> Any:
+def _first_submission(request: PageRequest, **range_options: Any) -> Any:
     """Return the id of the first batch that was submitted in a range of positions; None if there is none."""
     submission = next(request.log.rare(["BatchSubmitted"], limit=1, **range_options), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
 
 
-def _config(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
+def _config_values(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
     """Return the system's config at this log position: the config's own position, and (key path, value) pairs."""
     config_position, config = request.log.config(position)
-    return (config_position, list(_flat(config))) if config else None
+    return (config_position, list(_flatten_config(config))) if config else None
 
 
-def _flat(value: Any, path: str = "") -> Any:
+def _flatten_config(value: Any, path: str = "") -> Any:
     """Yield (key path, value as text) for every value in a part of a config. `path`: the key path of that part."""
     if isinstance(value, dict) and value:
         for key in value:
-            yield from _flat(value[key], f"{path}.{key}" if path else str(key))
+            yield from _flatten_config(value[key], f"{path}.{key}" if path else str(key))
     else:
         yield path, value if isinstance(value, str) else orjson.dumps(value).decode()
 

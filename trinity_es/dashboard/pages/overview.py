@@ -18,7 +18,7 @@ from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import summary
 
-__all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]
+__all__ = ["NAV", "ROUTES", "Bin", "curve", "histogram", "kept_folds", "overview"]
 
 CURVE_POINTS = 600
 """Maximum number of points of a curve. If there are more, neighbours are averaged."""
@@ -70,7 +70,7 @@ def overview(request: PageRequest) -> Page:
     return Page(template="overview.html", title=values["name"] or "Overview", nav="overview", values=values)
 
 
-def followed(request: PageRequest) -> Followed:
+def kept_folds(request: PageRequest) -> Followed:
     """Return the folds of open batches that the server keeps for `Log.why`, which then folds only new events."""
     folds: Followed = request.server_values.setdefault("followed", Followed())
     return folds
@@ -78,7 +78,7 @@ def followed(request: PageRequest) -> Followed:
 
 def _wait_values(request: PageRequest) -> dict[str, Any]:
     """Return the values that change with time: why open batches wait, and whether the run's processes are alive."""
-    waits = request.log.why_open(request.now, followed=followed(request))
+    waits = request.log.why_open(request.now, followed=kept_folds(request))
     processes = request.log.processes()
     return {"up": processes["up"], "released": processes.get("released", False), "waits": waits[:OPEN_BATCHES_SHOWN],
             "more_open": max(0, len(waits) - OPEN_BATCHES_SHOWN), "stalled": sum(wait.stalled for wait in waits)}
@@ -102,14 +102,14 @@ def _log_values(request: PageRequest) -> dict[str, Any]:
         "hosts": list(last_lives(request.log.hosts()).values()),
         "lives": request.log.runner_lives(),
         "recent": [(r, subject_url(r.stream), summary(r.event)) for r in run.recent],
-        "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
-                   *(("task", why, n) for why, n in _largest(run.tasks_dropped)),
-                   *(("experience", why or "by a filter", n) for why, n in _largest(run.experiences_dropped))],
+        "losses": [*(("attempt", why, n) for why, n in _largest_counts(run.attempts_failed)),
+                   *(("task", why, n) for why, n in _largest_counts(run.tasks_dropped)),
+                   *(("experience", why or "by a filter", n) for why, n in _largest_counts(run.experiences_dropped))],
         "subject_url": subject_url,
     }
 
 
-def _largest(counts: dict[str, int]) -> list[tuple[str, int]]:
+def _largest_counts(counts: dict[str, int]) -> list[tuple[str, int]]:
     """Return the LOSSES_SHOWN largest counts, as (reason, count)."""
     return sorted(counts.items(), key=lambda item: -item[1])[:LOSSES_SHOWN]
 

@@ -14,7 +14,7 @@ from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, select_runs
 from trinity_es.safe_text import cut
 
-__all__ = ["NAV", "ROUTES", "rollout", "rollouts", "whole"]
+__all__ = ["NAV", "ROUTES", "rollout", "rollout_text", "rollouts"]
 
 PER_PAGE = 50
 NEWEST_BATCHES = 5
@@ -115,7 +115,7 @@ def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
     )
 
 
-def whole(request: PageRequest) -> Attachment:
+def rollout_text(request: PageRequest) -> Attachment:
     """Return the file `/rollout.txt`, the whole text of a rollout. Its URL parameters are those of `/rollout`."""
     batch = _cached_timeline(request, request.batch_id())
     row, run_experiences, step = _requested_run(request, batch)
@@ -154,4 +154,4 @@ def _decoder(request: PageRequest) -> tuple[tokens.Decode | None, str]:
 
 
 NAV = [Nav(name="rollouts", title="Rollouts", path="/rollouts", key="l")]
-ROUTES = [Route("/rollouts", rollouts), Route("/rollout", rollout), Route("/rollout.txt", whole)]
+ROUTES = [Route("/rollouts", rollouts), Route("/rollout", rollout), Route("/rollout.txt", rollout_text)]
