@@ -159,7 +159,7 @@ class EngineThread:
     @property
     def runs_wait(self) -> str:
         """Cause outside of this runner for which its runs wait, in words of a run or of the engine; empty: none."""
-        return self.activity.waits() or getattr(self.engine, "runs_wait", "")
+        return self.activity.waiting_text() or getattr(self.engine, "runs_wait", "")
 
     @property
     def url(self) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_ground import TimedLog
 from benchmarks.sample_log import make
+from benchmarks.sample_run import TimedLog
 from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.commands.events import _Selection
 from trinity_es.dashboard.rendering import clock, moment

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.sample_ground import TimedLog
+from benchmarks.sample_run import TimedLog
 from trinity_es.cli.render.progress import RunView
 from trinity_es.cli.render.watch import read_overview
 from trinity_es.cli.run_in_view import print_summary, run_summary

@@ -103,8 +103,8 @@ async def test_a_copy_of_a_run_does_not_take_the_checkpoints_of_its_original(tmp
     (tmp_path / "log.sqlite").touch()
     await weights("log.sqlite").save(AsyncMock(), Mock(save=lambda path: Path(path).mkdir()), 1)
     point = ResumePoint(checkpoint_version=1)
-    weights("log.sqlite").require_no_others(point)
+    weights("log.sqlite").require_no_foreign_checkpoints(point)
     with pytest.raises(ConfigError, match=r"belongs to the run in \S+/log\.sqlite, of which"):
-        weights("copy.sqlite").require_no_others(point)
+        weights("copy.sqlite").require_no_foreign_checkpoints(point)
     (tmp_path / "log.sqlite").rename(tmp_path / "moved.sqlite")
-    weights("moved.sqlite").require_no_others(point)
+    weights("moved.sqlite").require_no_foreign_checkpoints(point)

@@ -10,7 +10,7 @@ from sqlalchemy import URL
 
 from trinity_es.cli.common import choose_log, read_config
 from trinity_es.config.config import Config
-from trinity_es.config.interpolation import escaped
+from trinity_es.config.interpolation import escape_texts
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.secrets import masked_keys
@@ -73,7 +73,7 @@ def config_of_run(name: str | None, overrides: list[str] | None) -> Config:
     _require_own_folders(url, store.get("url", ""), copied_from)
     # The log records its URL without the password.
     store["url"] = url.render_as_string(hide_password=False)
-    data = escaped(data)
+    data = escape_texts(data)
     apply_overrides(data, overrides or [])
     if hidden := masked_keys({k: v for k, v in data.items() if k != "store"}):
         raise ConfigError(f"the config in {masked(url)} was recorded without its secrets ({', '.join(hidden)}): name "

@@ -51,7 +51,7 @@ class SystemClient:
             else:
                 self._require_log()
             if running_system.stopped(self.config)["kept"] is None:
-                raise running_system.none_runs(self.config) if last_admin is None else system_gone(last_admin)
+                raise running_system.not_running_error(self.config) if last_admin is None else system_gone(last_admin)
         return admin
 
     def _require_log(self) -> None:

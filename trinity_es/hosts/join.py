@@ -27,10 +27,10 @@ from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.messages import HostLeaves
-from trinity_es.actors.system_key import KEY_VARIABLE, host_key
+from trinity_es.actors.system_key import KEY_VARIABLE, read_host_key
 from trinity_es.client.connection import Connection, system_gone
 from trinity_es.config.config import Config
-from trinity_es.config.interpolation import escaped
+from trinity_es.config.interpolation import escape_texts
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, SyncError, TrinityError, WrongKey
@@ -105,7 +105,7 @@ def host_config(
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
         raise NotRunning(f"the run of {masked(url)} has had no head yet: start one with `trinity-es up` or `run`")
-    data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
+    data: dict[str, Any] = escape_texts(cast(ev.SystemConfigured, last.event).config)
     data["store"] = {**data["store"], "url": url}
     hosts = data.get("hosts", {})
     if not key_file and not os.environ.get(KEY_VARIABLE):  # the key file is at the same path as on the head
@@ -239,7 +239,8 @@ class HostRun:
         folder = self._log_dir / "models"
         if config.hosts.weights_dir:  # other hosts may use this folder too
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
-        key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
+        key_path = config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config))
+        key = partial(read_host_key, key_path)
         puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
         return asyncio.run(self._await_unless_leaving(puller.pull(name, None, lambda text: None)))
 

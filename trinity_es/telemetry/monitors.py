@@ -23,7 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.plugin_lookup import build, find, look_in, registered
+from trinity_es.actors.plugin_lookup import add_import_folders, build, find, registered
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
@@ -57,7 +57,7 @@ class Monitors:
         `after`: the step of the checkpoint that the run resumes from (inf: it repeats no step); None for a new run.
         """
         settings = config.monitor
-        look_in(config.code_path, first=False)
+        add_import_folders(config.code_path, first=False)
         self._monitors: dict[str, Monitor] = {}
         unknown = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
         if unknown:
