@@ -34,7 +34,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging as logs
 
-from trinity_es.client.progress_lines import tell
+from trinity_es.client.progress_lines import report_progress
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError, SyncError, UnknownWorkflow
@@ -87,8 +87,8 @@ def resume(trainer: Any) -> None:
         if state.global_step >= _last_step(trainer):
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
-            tell(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its last; "
-                       "raise max_steps or num_train_epochs to go on from it")
+            report_progress(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its "
+                                  "last; raise max_steps or num_train_epochs to go on from it")
             return
     trainer.train(resume_from_checkpoint=checkpoint)
 
@@ -389,7 +389,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             last_step = step + calls.total() * per_generation // per_step
         start = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
         logged_steps = f": up to step {last_step} it trains on what the log has" if last_step > step else ""
-        tell(_log, f"trainer {self.name} {start}{logged_steps}")
+        report_progress(_log, f"trainer {self.name} {start}{logged_steps}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """At the end of a generation (`steps_per_generation * num_iterations` steps), acknowledge its batches."""

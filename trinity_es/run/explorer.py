@@ -151,7 +151,7 @@ class Explorer(RunProcess):
             await proxy.start()
             if on_ready is not None:
                 on_ready(proxy)
-            await proxy.finished()
+            await proxy.wait_finished()
         finally:
             await proxy.stop()
 
