@@ -17,7 +17,7 @@ from typing import Any
 
 from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
-from trinity_es.actors.engines.devices import place
+from trinity_es.actors.engines.devices import device_environment
 from trinity_es.actors.plugin_lookup import look_in
 from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
@@ -77,7 +77,7 @@ class Runner(BaseActor):
         # A process that the engine spawns imports its parent's main module. Ours is the launcher's, whose imports would
         # cost each of vLLM's processes a second and memory for nothing.
         sys.modules["__main__"] = ModuleType("__main__")
-        os.environ.update(place(message.first_place, size, message.places))
+        os.environ.update(device_environment(message.first_place, size, message.places))
         self.guardian = sender
         self.open_log(self.config.system.log_dir, self.name)
         os.umask(self.config.umask)

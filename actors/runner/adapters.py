@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from trinity_es.actors.engines.adapter_checks import checked_adapter, require_same
+from trinity_es.actors.engines.adapter_checks import checked_adapter, require_unchanged
 from trinity_es.actors.engines.interface import Engine, ServesAdapters
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import AdapterPublished
@@ -43,7 +43,7 @@ async def serve_adapters(
         try:
             if not hasattr(engine, "load_adapter"):
                 raise SyncError(f"engine {type(engine).__name__} can't serve LoRA adapters: use engine_type vllm")
-            require_same(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
+            require_unchanged(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
             await serving.load_adapter(name, version, event.path, event.digest)
         except BaseException as e:
             result.errors.append((name, version, report_error(f"adapter {name} not loaded", e)))

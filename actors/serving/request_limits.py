@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
-from trinity_es.actors.engines.schema_limits import oversized
+from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.json_values import NotPlain, plain
 
@@ -57,7 +57,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
                            code="invalid_value")
     for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
-            if problem := oversized({name: part[name]}):
+            if problem := exceeded_limit({name: part[name]}):
                 raise ApiError(f"{name}: {problem}", param=name, code="invalid_value")
     if sampling.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so they can't be trained on: leave it out",

@@ -21,7 +21,7 @@ import orjson
 
 from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
-from trinity_es.actors.engines.devices import place
+from trinity_es.actors.engines.devices import device_environment
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugin_lookup import look_in, resolve
 from trinity_es.actors.rollout.result import UnitResult
@@ -153,7 +153,7 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
 @contextlib.contextmanager
 def _device_environment(first: int, count: int, total: int) -> Iterator[None]:
     """Give an engine that is started in this block `count` of `total` devices (GPUs or cores), as in a run."""
-    variables = place(first, count, total)
+    variables = device_environment(first, count, total)
     previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

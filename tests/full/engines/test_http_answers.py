@@ -288,7 +288,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
     while looked < 20:
         await asyncio.sleep(0.01)
-    assert not await engine._test(), "a pause tells nothing of what the server can"
+    assert not await engine._test_server(), "a pause tells nothing of what the server can"
     assert engine.dead is None
     assert not any(request.done() for request in asked)
     await engine.server.resume()
