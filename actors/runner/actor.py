@@ -140,7 +140,7 @@ class Runner(BaseActor):
         if self.loop_answered_at < last_beat_at:
             silence = max(0.0, now - self.loop_answered_at - BEAT_SECONDS)
         if silence > HANG_SHARE * self.config.system.hang_timeout:
-            key = self.engine_side.loop.playing()
+            key = self.engine_side.loop.current_unit()
             if key is not None:
                 self.give_up(key, f"its workflow blocked the engine's loop for {silence:.0f} s: await, or use a thread")
         if self.final_report is not None:  # if the guardian ended this runner, all its units would get a strike

@@ -32,7 +32,7 @@ from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, Loa
 from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
-from trinity_es.actors.rollout.shared_event_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.rollout.shared_event_loop import UNIT, EngineLoop, mark_as_runner
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters
@@ -127,7 +127,7 @@ class EngineThread:
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
-        as_runner()
+        mark_as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
         self.adapters_lock = asyncio.Lock()
         report = functools.partial(self.tell, owner.report)
@@ -167,7 +167,7 @@ class EngineThread:
 
     @property
     def activity(self) -> RunActivity:
-        return RunActivity() if self.workflows is None else self.workflows.played
+        return RunActivity() if self.workflows is None else self.workflows.activity
 
     # --- on the loop ------------------------------------------------------------------------------------------------
     def tell(self, method: Callable[..., None], *args: Any) -> None:
@@ -176,7 +176,7 @@ class EngineThread:
 
     def run_loop(self) -> None:
         """Start the engine and run the loop, which never ends. If it does, end this process."""
-        as_runner()
+        mark_as_runner()
         asyncio.set_event_loop(self.loop)
         self.start_task = self.loop.create_task(self.start_engine())
         try:
