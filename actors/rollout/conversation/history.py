@@ -169,7 +169,7 @@ class Remembering(Conversing):
         return joined
 
     def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
-        """Return turn, index and tools of a conversation's newest sampled answer, or None. Tools None: try the run's."""
+        """Return turn, index and tools of a conversation's newest sampled answer. If `tools` is None, try the run's."""
         candidates = self._tools[::-1] if tools is None else [tools]
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") != "assistant":
