@@ -1,7 +1,8 @@
 """Routes of an auxiliary model's runner beside vLLM's API: exact token ids and logprobs, for `RemoteEngine`.
 
-Why not `/inference/v1/generate`: docs/DECISIONS.md, 105. Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}`
-returns `{"completions": [...]}`, and `{"token_ids": [...], "temperature": t}` returns `{"logprobs": [...]}`.
+Bodies are JSON. `POST /engine/generate` with `{"prompt": text or ids, "sampling": {...}}` returns
+`{"completions": [...]}`; `POST /engine/logprobs` with `{"token_ids": [...], "temperature": t}` returns
+`{"logprobs": [...]}`. docs/DECISIONS.md, 105, says why `/inference/v1/generate` won't do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ JsonHandler = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
 
 def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
-    """Return, by path, the function from the body of a `POST /engine/generate` or `/engine/logprobs` to its answer."""
+    """Return, by path, a function that takes the JSON body of a request on this route and returns the answer's."""
 
     async def generate(body: dict[str, Any]) -> dict[str, Any]:
         sampling = merged(Sampling(), body["sampling"], DataError, "the request")
