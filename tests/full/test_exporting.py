@@ -118,6 +118,15 @@ def test_a_missing_payload_is_named_and_exits_1_and_a_freed_one_is_named(tmp_pat
     assert "because they were freed" in cli("export", "--experiences", file, "--force", "--log", path).stderr
 
 
+def test_an_eval_that_is_named_is_told_to_keep_no_experiences(tmp_path: Path) -> None:
+    make(str(log := tmp_path / "log.sqlite"), batches=10, tasks=4, seed=3)
+    with open_log(str(log)) as opened:
+        [name, *_] = [row.batch_id for row in opened.batches(batch_type="eval")]
+    done = cli("export", name, "--experiences", tmp_path / "eval.jsonl", "--log", log)
+    assert f"not in the file, because evals keep no experiences: {name}" in done.stderr
+    assert "eval.jsonl: 0 experiences" in done.stdout
+
+
 def test_a_file_is_there_whole_or_not_at_all(log: Path, tmp_path: Path) -> None:
     wrong = cli("export", "--experiences", tmp_path / "out.csv", "--log", log)
     assert wrong.exit_code == 2

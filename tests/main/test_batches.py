@@ -15,7 +15,7 @@ from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es import EID, BatchLifecycleState, Experience, RolloutCoordinator, Task
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
+from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, DataError, FinalizeTimeout, PipelineError
 from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -125,6 +125,9 @@ def test_p27_p31_an_eval_has_its_metrics_and_keeps_no_experiences(shared: Rollou
     assert metrics["eval/letters/finished_task_count"] == 2.0
     assert shared.batch(batch).experiences == []
     assert all(not task.payloads for task in shared.batch(batch).tasks)
+    for read in (shared.columns, lambda batch: list(shared.experiences(batch))):
+        with pytest.raises(DataError, match="is an eval, whose experiences are not kept"):
+            read(batch)
 
 
 def test_p28_abort_ends_a_batch_and_frees_its_places(shared: RolloutClient, new_id: NewId) -> None:

@@ -73,8 +73,9 @@ def test_an_error_of_a_trainer_names_it_and_the_step() -> None:
             learn(Fails(error), 3, ONE)
         said = str(one_line(error))
         assert re.fullmatch(r"no such layer - tests\.pure\.test_trainer:\S+Fails\.step raised it in step 3", said)
-    with pytest.raises(RuntimeError, match="StopIteration in step 3"):
-        learn(Fails(StopIteration()), 3, ONE)
+    for end in (StopIteration(), SystemExit(3)):
+        with pytest.raises(RuntimeError, match=rf"Fails\.step raised {re.escape(repr(end))} in step 3"):
+            learn(Fails(end), 3, ONE)
 
 
 def test_more_metrics_than_a_step_may_have_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced
+from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced, WeightsPublished
 from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
@@ -236,6 +236,7 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
     """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
 
     `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell.
+    A run with a trainer is complete when the weights of its last step are saved.
     """
     newest = log.batches(batch_type="train", descending=True, limit=1)
     if not newest or not log.streams("taskset/"):
@@ -245,6 +246,10 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
     has_trainer = (config.get("trainer") or {}).get("class") is not None
     is_last_over = last_batch.state == BatchLifecycleState.ABORTED or last_batch.trained_step is not None or (
         last_batch.state == BatchLifecycleState.FINALIZED and not has_trainer)
+    if has_trainer and is_last_over:
+        published = log.last("weights", "WeightsPublished")
+        is_last_over = published is not None and isinstance(published.event, WeightsPublished) and (
+            published.event.method == "checkpoint" and published.event.version >= step)
     limits = (config.get("total_steps"), _last_step_of_tasksets(log, config, step))
     total_steps = min((limit for limit in limits if limit is not None), default=None)
     complete: bool | None = is_last_over

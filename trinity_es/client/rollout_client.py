@@ -222,7 +222,8 @@ class RolloutClient(SystemClient):
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
         """Yield the experiences of a finalized train batch as the pipeline left them, in order, read one by one.
 
-        Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound if they were freed.
+        Raises BatchNotFound; DataError for an eval, and while the batch is not finalized; PayloadNotFound if they were
+        freed.
         """
         for ref in self._delivered(batch_id):
             yield from self._columns(batch_id, [ref])
@@ -241,6 +242,9 @@ class RolloutClient(SystemClient):
         except errors.BatchNotFound:
             self._require_log()  # the log may have lost it
             raise
+        if row.batch_type == "eval":
+            raise errors.DataError(f"batch {batch_id!r} is an eval, whose experiences are not kept: read its metrics, "
+                                   "or submit it as a train batch")
         finalized = self.log.last(batch_stream(batch_id), BatchFinalized.__name__)
         if row.state != BatchLifecycleState.FINALIZED or finalized is None:
             raise errors.DataError(f"batch {batch_id!r} is {row.state}, not FINALIZED: call finalize_train_batch first")

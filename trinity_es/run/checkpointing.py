@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from trinity_es.events.store.payloads.experiences import read_columns
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint
-from trinity_es.run.trainer import learn
+from trinity_es.run.trainer import call_trainer, learn
 from trinity_es.weights.shared_memory import write_memory
 
 __all__ = ["Checkpoints", "TrainerCheckpoints"]
@@ -189,7 +190,7 @@ class TrainerCheckpoints:
                               "continues the run")
         self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
         self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
-        await asyncio.to_thread(trainer.save, str(path))
+        await asyncio.to_thread(call_trainer, trainer.save, str(path), step=step)
         await rollouts.sync_weights(step, path)
         self._unpublished_file.unlink(missing_ok=True)
         self.saved_step = step
@@ -206,4 +207,4 @@ def _state_dict_method(trainer: Any) -> Callable[[], Any]:
             "and nccl need: add it (it returns tensors by their names in a checkpoint), or set sync_method to "
             "checkpoint"
         )
-    return method
+    return partial(call_trainer, method)

@@ -30,7 +30,7 @@ from trinity_es.projections.reading.resume_point import ResumePoint, resume_poin
 from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.progress_signals import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
-from trinity_es.run.trainer import Trainer
+from trinity_es.run.trainer import Trainer, call_trainer
 from trinity_es.run.writable_log_wait import log_trouble
 from trinity_es.system import running_system
 from trinity_es.system.other_settings import require_same_settings
@@ -295,7 +295,8 @@ class RunProcess:
         trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint
         self._weights.remove_unpublished(self._point)
-        trainer: Trainer = trainer_class(checkpoint or self.config.model.model_path, **self.config.trainer.args)
+        model_path = checkpoint or self.config.model.model_path
+        trainer: Trainer = call_trainer(trainer_class, model_path, **self.config.trainer.args)
         trainer_decides = self.config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
         if trainer_decides and self.config.store.retention is not None:  # any number of steps between checkpoints
             raise ConfigError(
@@ -305,7 +306,7 @@ class RunProcess:
             )
         load = getattr(trainer, "load", None)
         if checkpoint and load is not None:
-            load(checkpoint)
+            call_trainer(load, checkpoint)
         self._weights.catch_up(trainer, self._point)
         return trainer
 

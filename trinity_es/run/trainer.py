@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from trinity_es.actors.commands.fields import is_storable
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, shown
 
-__all__ = ["Trainer", "learn"]
+__all__ = ["Trainer", "call_trainer", "learn"]
 
 _log = logging.getLogger("trinity_es.run")
 
@@ -40,19 +40,30 @@ class Trainer(Protocol):
         """Write a checkpoint in HF format that an engine can load, and that this class can be built from."""
 
 
+def call_trainer(function: Callable[..., Any], *args: Any, step: int | None = None, **keywords: Any) -> Any:
+    """Call a trainer's class or method. Its error gets a note with the function's name and the step.
+
+    StopIteration and SystemExit become RuntimeError: no thread can pass the first on, so the run would wait forever,
+    and the second would end the process without a word.
+    """
+    try:
+        return function(*args, **keywords)
+    except (Exception, SystemExit) as e:
+        name = f"{function.__module__}:{getattr(function, '__qualname__', function)}"
+        in_step = "" if step is None else f" in step {step}"
+        if isinstance(e, StopIteration | SystemExit):
+            raise RuntimeError(f"{name} raised {e!r}{in_step}") from e
+        e.add_note(f"{name} raised it{in_step}")
+        raise
+
+
 def learn(trainer: Trainer, step: int, experiences: ExperienceColumns) -> dict[str, float]:
     """Have the trainer learn from a batch, and return its metrics that can be recorded.
 
     Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. A
-    batch that filters have emptied is skipped. An error of the trainer gets a note with its class and the step.
+    batch that filters have emptied is skipped.
     """
-    try:
-        step_result: Any = trainer.step(experiences) if experiences else {}
-    except Exception as e:
-        e.add_note(f"{type(trainer).__module__}:{type(trainer).__qualname__}.step raised it in step {step}")
-        if isinstance(e, StopIteration):  # no thread can pass it on, and the run would wait for it forever
-            raise RuntimeError(f"the trainer raised StopIteration in step {step}") from e
-        raise
+    step_result: Any = call_trainer(trainer.step, experiences, step=step) if experiences else {}
     if not isinstance(step_result, Mapping):
         if step_result is not None:
             _log.warning("step %d: the trainer's step() returned %.80r and not a dict of metrics: none is recorded",

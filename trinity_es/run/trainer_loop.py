@@ -15,7 +15,7 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import is_over
 from trinity_es.run.run_base import RunProcess
-from trinity_es.run.trainer import learn
+from trinity_es.run.trainer import call_trainer, learn
 from trinity_es.run.writable_log_wait import when_written
 from trinity_es.system import running_system
 from trinity_es.tasksets.taskset import Cursor
@@ -76,7 +76,7 @@ async def _publishes(process: RunProcess, step: int) -> bool:
     """Return whether the weights of this step are published: the trainer or the policy says so, or it is the last."""
     wants_sync = getattr(process.trainer, "wants_sync", None)
     if process.policy.style == "trainer_driven" and wants_sync is not None:
-        is_due = bool(await asyncio.to_thread(wants_sync, step))
+        is_due = bool(await asyncio.to_thread(call_trainer, wants_sync, step, step=step))
     else:
         is_due = process.policy.publishes(step)
     is_last = process.progress.ended and step == process.progress.submitted

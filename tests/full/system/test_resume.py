@@ -315,11 +315,15 @@ def test_a_checkpoint_that_this_run_began_to_write_is_made_again(tmp_path: Path)
     trainer = {"class": "tests.full.system.test_resume:TornOnce"}
     path = make_config(tmp_path / "run", total_steps=2, trainer=trainer)
     config = load_config(path)
-    assert "torn" in str(cli("run", path).exception)
+    error = cli("run", path).exception
+    assert "torn" in str(error)
+    assert "TornOnce.save raised it in step 2" in getattr(error, "__notes__", [""])[0]
+    assert "the run's last step is 2 of 2, and `trinity-es resume" in cli("status", path).stdout
     half = config.checkpoint_dir / "global_step_2"
     assert [p.name for p in half.iterdir()] == ["half"]
     done = cli("resume", path)
     assert done.exit_code == 0, done.stderr
+    assert "the run is complete, with step 2" in cli("status", path).stdout
     assert [p.name for p in half.iterdir()] == ["state.json"]
     assert sorted(p.name for p in config.checkpoint_dir.iterdir()) == ["global_step_1", "global_step_2"]
 

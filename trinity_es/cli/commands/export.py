@@ -104,6 +104,8 @@ def _write_experiences(
     if result.freed:
         common.note(f"not in the file, because they were freed: the experiences of {len(result.freed)} batches: "
                     f"{plain(', '.join(map(str, result.freed)), 200)}")
+    if evals := [b for b in chosen or () if log.batch_row(b).batch_type == "eval"]:
+        common.note(f"not in the file, because evals keep no experiences: {plain(', '.join(map(str, evals)), 200)}")
     for problem in result.missing:
         common.note(plain(problem))
     entry = {"file": str(path), "written": result.written, "batches": result.batches, "freed": result.freed,
