@@ -295,7 +295,7 @@ class _Answer:
             body["usage"] = None
         return sse_event({**body, "choices": [choice]})
 
-    def stop_serving(self) -> bytes:
+    def end(self) -> bytes:
         """Return the events that end a stream."""
         usage = {**self._head, "choices": [], "usage": _usage(self._prompt_tokens, self._response_tokens)}
         return (sse_event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
