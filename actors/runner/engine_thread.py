@@ -158,7 +158,7 @@ class EngineThread:
 
     @property
     def runs_wait(self) -> str:
-        """What runs wait for outside of this runner, as a run or the engine reports it; empty if for nothing."""
+        """Cause outside of this runner that runs wait for, as a run or the engine reports it; empty if none."""
         return self.activity.waits() or getattr(self.engine, "runs_wait", "")
 
     @property

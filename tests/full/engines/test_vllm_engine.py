@@ -149,7 +149,7 @@ def test_vllm_makes_no_text_and_no_names_of_tokens_unless_it_looks_for_a_stop_in
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(vllm_engine, "with_texts", lambda _t, _i, params, _o: asyncio.sleep(0, seen.append(params)))
+    monkeypatch.setattr(vllm_engine, "add_texts", lambda _t, _i, params, _o: asyncio.sleep(0, seen.append(params)))
     for sampling in ({}, {"stop": ("a",)}, {"top_logprobs": 2}):
         ask(live, **sampling)
     assert [(p.detokenize, p.flat_logprobs) for p in seen] == [(False, True), (True, True), (False, False)]

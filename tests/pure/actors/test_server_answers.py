@@ -43,8 +43,9 @@ def asked(spans: bool, stream: bool = False, **sampling: Any) -> dict[str, Any]:
 
 
 LOOKS: dict[str, Callable[[VLLMServer], Any]] = {
-    "health": VLLMServer.unhealthy, "facts": VLLMServer.facts, "label": VLLMServer.label, "metrics": VLLMServer.started,
-    "tokenize": lambda server: server.tokenize("a"), "pause": VLLMServer.pause, "paused": VLLMServer.paused,
+    "health": VLLMServer.unhealthy, "facts": VLLMServer.facts, "label": VLLMServer.label,
+    "metrics": VLLMServer.start_time, "tokenize": lambda server: server.tokenize("a"),
+    "pause": VLLMServer.pause, "paused": VLLMServer.is_paused,
     "workers": lambda server: server.in_workers("reload_weights"),
 }
 

@@ -131,7 +131,7 @@ def test_p34_a_weight_that_is_not_there_is_a_keyerror_with_near_names(config: Co
         read_tensor(folder, "model.norm.wieght")
     assert isinstance(wrong.value, WeightNotFound)
     assert wrong.value.details["near"][0] == "model.norm.weight"
-    with pytest.raises(WeightNotFound, match="2 others are"):
+    with pytest.raises(WeightNotFound, match="2 other tensors are"):
         read_tensor(folder, "zzz")
 
 
