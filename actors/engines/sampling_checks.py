@@ -13,8 +13,16 @@ from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.events.errors import EngineError, TrinityError
 
 __all__ = [
-    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "brief", "checked_prompt",
-    "logprob_at_temperature", "merged", "needs_whole_distribution",
+    "MOST_ANSWERS",
+    "MOST_PROMPTS",
+    "MOST_TOKENS",
+    "MOST_TOP_LOGPROBS",
+    "SHARED",
+    "checked_prompt",
+    "excerpt",
+    "logprob_at_temperature",
+    "needs_whole_distribution",
+    "with_options",
 ]
 
 SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
@@ -77,7 +85,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def merged(base: Sampling, options: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
+def with_options(base: Sampling, options: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
     """Return `base` with these options changed. Raises `error` for an unknown name or an invalid value.
 
     `where` says where the options come from; error messages begin with it.
@@ -98,7 +106,7 @@ def merged(base: Sampling, options: Mapping[str, Any], error: type[TrinityError]
         if value is None and not fits(None):  # null keeps the value of `base`
             continue
         if not fits(value):
-            raise error(f"{where}: {name} is {brief(value)}: give {allowed}")
+            raise error(f"{where}: {name} is {excerpt(value)}: give {allowed}")
         if name == "json_schema" and value and (excess := exceeded_limit(orjson.loads(value))):
             raise error(f"{where}: {name}: {excess}")
         values[name] = value
@@ -115,7 +123,7 @@ def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
     return prompt
 
 
-def brief(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Return a value's repr for an error message, at most 80 characters long."""
     text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

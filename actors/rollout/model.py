@@ -20,7 +20,7 @@ import orjson
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_text_tokenization import is_large, off_the_loop
-from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, checked_prompt, merged
+from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, checked_prompt, with_options
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversation.conversation_tokens import Message, experience_of, plain_messages
 from trinity_es.actors.rollout.leases import RunLeases, running_loop
@@ -87,7 +87,7 @@ class Model(OpenAIAccess):
         self._server, self._session, self._is_over = server, "", False
         self._task_argument: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.defaults = dict(defaults or {})
-        self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
+        self.sampling = with_options(Sampling(), self.defaults, DataError, "rollout_args")
         self._loop, self._graders = loop or running_loop(), graders
         self.workflow_state: dict[str, Any] = {}
         self.leases = RunLeases()
@@ -146,7 +146,7 @@ class Model(OpenAIAccess):
         `messages` are `{"role", "content"}`, rendered by the model's chat template. If the last message is the
         assistant's, the answer continues its content, which is part of the prompt.
         """
-        settings, number = self._merged(sampling), self.next_number()
+        settings, number = self._sampling_for_call(sampling), self.next_number()
         chat = plain_messages(messages)
         prompt, text = await self.prompt_of(
             chat, tools, exact=lambda text: self.exact_prompt(text, lambda: self.earlier_prompts(chat, tools))
@@ -171,7 +171,7 @@ class Model(OpenAIAccess):
 
         Raises WorkflowError for an unknown sampling name, EngineError if the engine refuses.
         """
-        settings, number = self._merged(sampling), self.next_number()
+        settings, number = self._sampling_for_call(sampling), self.next_number()
         prompt_list = _prompt_list(prompts)
         if len(prompt_list) > MOST_PROMPTS:
             raise WorkflowError(f"{len(prompt_list):,} prompts in one call: the limit is {MOST_PROMPTS:,}")
@@ -354,9 +354,9 @@ class Model(OpenAIAccess):
             )
 
     # --- to and from the engine -------------------------------------------------------------------------------------
-    def _merged(self, sampling: dict[str, Any]) -> Sampling:
+    def _sampling_for_call(self, sampling: dict[str, Any]) -> Sampling:
         """Return the task's sampling with a call's own options. Raises WorkflowError for an invalid option."""
-        return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
+        return with_options(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         """Send a prompt to the engine, and return its answers with their experiences. `text`: the prompt, if known."""
@@ -398,7 +398,7 @@ class Model(OpenAIAccess):
                 prompt = np.array(completion.prompt_token_ids, dtype=np.int32)
             text = self.prompt_text(prompt) if text is None else text  # once for all answers, since it may be long
             _require_whole(completion, sampling.adapter)
-            spans = _spans(completion, version_before, version_after)
+            spans = _version_spans(completion, version_before, version_after)
             self.usage.add_versions(*((v for v, _, _ in spans) if spans else (version_before, version_after)))
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
@@ -424,7 +424,7 @@ def _require_whole(completion: Completion, adapter: str) -> None:
         raise EngineError(f"this model's engine serves no adapter {adapter!r}", refused=True)
 
 
-def _spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
+def _version_spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
     """Return `[version, start, end]` over the response's tokens; [] if unknown.
 
     `version_before`, `version_after`: versions served when the request began and when it ended.

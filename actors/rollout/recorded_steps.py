@@ -34,7 +34,7 @@ class RunSteps:
         self.possibly_delivered = [] if journal is None else journal.kept.possibly_delivered
 
     async def step_async(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
-        return await self._play(name, fn, args, idempotent, sync=False)
+        return await self._run(name, fn, args, idempotent, sync=False)
 
     def step(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
         """Return a step's recorded value. If there is none, call `fn(*args)` and record the value.
@@ -44,7 +44,7 @@ class RunSteps:
         if running_loop() is not None:
             raise WorkflowError(f"the blocking {'now()' if fn is time.time else f'step {name!r}'} would stop this "
                                 "thread's event loop: await step_async or now_async")
-        return run_without_loop(self._play(name, fn, args, idempotent, sync=True))
+        return run_without_loop(self._run(name, fn, args, idempotent, sync=True))
 
     async def now_async(self) -> float:
         return float(await self.step_async("now", time.time, (), idempotent=True))
@@ -65,7 +65,7 @@ class RunSteps:
         no_record.set_result(None)
         return no_record
 
-    async def _play(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool, sync: bool) -> Any:
+    async def _run(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool, sync: bool) -> Any:
         """Return the step's value. If `sync`, this coroutine waits for no event loop (see `run_without_loop`)."""
 
         async def record(method: str, *args: Any) -> Any:
@@ -75,12 +75,12 @@ class RunSteps:
         if not callable(fn):
             raise WorkflowError(f"step {name!r} needs a function, and got {fn!r:.80}: give the function and its "
                                 "arguments, not the result of a call")
-        key = f"{name} {fingerprint(_plain(f'the arguments of step {name!r}', args))}"
+        key = f"{name} {fingerprint(_plain_json(f'the arguments of step {name!r}', args))}"
         number, step = await record("begin_step", key, idempotent) or (0, None)
         if step is not None:
-            return _value(step)
+            return _recorded_value(step)
         try:
-            value = _plain(f"the value of step {name!r}", fn(*args) if sync else await call_async(fn, *args))
+            value = _plain_json(f"the value of step {name!r}", fn(*args) if sync else await call_async(fn, *args))
         except Exception as e:
             if classify(e)[0] == "infra":  # not recorded, since the next attempt may not fail
                 raise
@@ -94,14 +94,14 @@ class RunSteps:
         return value
 
 
-def _value(step: KeptStep) -> Any:
+def _recorded_value(step: KeptStep) -> Any:
     """Return the value of a recorded step, or raise its error."""
     if step.error is not None:
         raise error_from_dict(step.error)
     return step.value
 
 
-def _plain(what: str, value: Any) -> Any:
+def _plain_json(what: str, value: Any) -> Any:
     """Return a value as plain JSON. Raises WorkflowError if that is not possible; `what` names the value there."""
     try:
         return plain(value)

@@ -31,7 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
-from trinity_es.actors.engines.sampling_checks import brief
+from trinity_es.actors.engines.sampling_checks import excerpt
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, as_api_error, error_body
@@ -222,7 +222,7 @@ class EngineServer:
             elif model_name not in (None, "", self.name):
                 # vLLM would refuse it too, but hides a name that is a path
                 served = ", ".join(map(repr, [self.name, *adapters]))
-                raise ApiError(f"the model {brief(model_name)} does not exist; GET /v1/models lists those that do: "
+                raise ApiError(f"the model {excerpt(model_name)} does not exist; GET /v1/models lists those that do: "
                                f"{served}", status=404, param="model", code=404)
             raw = json_bytes(body)
         record = RequestRecord(

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.sampling_checks import brief
+from trinity_es.actors.engines.sampling_checks import excerpt
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
 __all__ = ["ApiError", "StreamPlace", "as_api_error", "error_body", "invalid_field", "json_object", "sse_event"]
@@ -34,7 +34,7 @@ class ApiError(Exception):
 
 def invalid_field(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
     """Return the error for an invalid `value` of the field `name`. `wanted` describes the allowed values."""
-    return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
+    return ApiError(f"{name} is {excerpt(value)}: give {wanted}", param=param or name, code="invalid_value")
 
 
 def json_object(raw: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
+from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, checked_prompt, excerpt
 from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.json_values import NotPlain, plain
@@ -53,7 +53,7 @@ def checked_body(path: str, raw: bytes) -> dict[str, Any]:
                        ("min_tokens", MOST_TOKENS)):
         value = sampling.get(name)
         if _number(value) > limit:
-            raise ApiError(f"{name}: {brief(value)} was given: the limit is {limit:,}", param=name,
+            raise ApiError(f"{name} is {excerpt(value)}: the limit is {limit:,}", param=name,
                            code="invalid_value")
     for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
@@ -64,7 +64,7 @@ def checked_body(path: str, raw: bytes) -> dict[str, Any]:
                        param="use_beam_search", code="unsupported_value")
     adapter = sampling.get("adapter", body.get("adapter"))
     if adapter is not None:  # vLLM would ignore it, and the wrong model would answer
-        raise ApiError(f'adapter: {brief(adapter)} was given: name an adapter as the model ("model": "NAME")',
+        raise ApiError(f'adapter is {excerpt(adapter)}: name an adapter as the model ("model": "NAME")',
                        param="adapter", code="unsupported_value")
     for name in ("background", "previous_response_id"):
         if path == RESPONSES and body.get(name):
@@ -178,5 +178,5 @@ def _sampling_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
         return body
     sampling = body.setdefault("sampling_params", {})
     if not isinstance(sampling, dict):
-        raise ApiError(f"sampling_params: {brief(sampling)} was given: give an object", param="sampling_params")
+        raise ApiError(f"sampling_params is {excerpt(sampling)}: give an object", param="sampling_params")
     return sampling

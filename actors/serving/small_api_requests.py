@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling_checks import SHARED, brief, merged
+from trinity_es.actors.engines.sampling_checks import SHARED, excerpt, with_options
 from trinity_es.actors.serving.errors import ApiError, invalid_field
 from trinity_es.events.errors import DataError
 
@@ -39,7 +39,7 @@ def check_fields(body: Any) -> None:
         raise invalid_field("sampling_params", body, "an object")
     for name, neutral_values in _NEUTRAL_VALUES.items():
         if body.get(name) is not None and body[name] not in neutral_values:
-            raise ApiError(f"{name}: {brief(body[name])} is not supported by this engine: leave it out", param=name,
+            raise ApiError(f"{name}: {excerpt(body[name])} is not supported by this engine: leave it out", param=name,
                            code="unsupported_value")
 
 
@@ -62,7 +62,7 @@ def parse_sampling(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -
 def with_values(base: Sampling, values: dict[str, Any], name: str) -> Sampling:
     """Return `base` with these values of the request's field `name`. Raises ApiError for an invalid value."""
     try:
-        return merged(base, values, DataError, "the request")
+        return with_options(base, values, DataError, "the request")
     except DataError as e:
         raise ApiError(str(e) if name in values else f"{name}: {e}", param=name, code="invalid_value") from e
 

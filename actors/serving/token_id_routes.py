@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
-from trinity_es.actors.engines.sampling_checks import checked_prompt, merged
+from trinity_es.actors.engines.sampling_checks import checked_prompt, with_options
 from trinity_es.events.errors import DataError
 
 __all__ = ["JsonHandler", "token_id_routes"]
@@ -23,9 +23,9 @@ def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
     """Return, by path, a function that takes the JSON body of a request on this route and returns the answer's."""
 
     async def generate(body: dict[str, Any]) -> dict[str, Any]:
-        sampling = merged(Sampling(), body["sampling"], DataError, "the request")
+        sampling = with_options(Sampling(), body["sampling"], DataError, "the request")
         completions = await engine.generate(checked_prompt(body["prompt"], DataError), sampling)
-        return {"completions": [_plain(c) for c in completions]}
+        return {"completions": [_completion_json(c) for c in completions]}
 
     async def logprobs(body: dict[str, Any]) -> dict[str, Any]:
         ids = checked_prompt(body["token_ids"], DataError)
@@ -34,7 +34,7 @@ def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
     return {"/engine/generate": generate, "/engine/logprobs": logprobs}
 
 
-def _plain(c: Completion) -> dict[str, Any]:
+def _completion_json(c: Completion) -> dict[str, Any]:
     """Return a completion as plain JSON."""
     return {
         "prompt_token_ids": list(c.prompt_token_ids), "token_ids": list(c.token_ids), "text": c.text,

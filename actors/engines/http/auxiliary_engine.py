@@ -112,7 +112,7 @@ class RemoteEngine:
             """Return this engine's answer, and note the load and model version in it."""
             self.pool.remember(_keys(task), engine)
             answer = await http.post(f"{engine.endpoint}/engine/{route}", content=data, extensions=up_to(max_bytes))
-            result = self._result(answer, engine.runner)
+            result = self._read_result(answer, engine.runner)
             engine.other_count, engine.reported_at = max(0, result["load"] - engine.open_count), self._clock()
             self.model_version = result["model_version"]
             engine.answer_count += 1
@@ -125,7 +125,7 @@ class RemoteEngine:
                 f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this request ({e})"
             ) from e
 
-    def _result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
+    def _read_result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
         """Return the JSON of a successful answer. Raises EngineFailed if the engine ended, EngineError for an error."""
         status = answer.status_code
         try:

@@ -263,7 +263,7 @@ class HTTPEngine(ServerWeights):
         path, body, max_bytes = self._request(self._test_prompt, _TEST_SAMPLING)
         try:
             response = await self.server.ask("POST", path, body, seconds=TEST_SECONDS, max_bytes=max_bytes)
-            self._answers(response, _TEST_SAMPLING, self._test_prompt)
+            self._parse(response, _TEST_SAMPLING, self._test_prompt)
             await self._check_identity()
         except EngineError as e:
             status = e.details.get("status")
@@ -288,24 +288,24 @@ class HTTPEngine(ServerWeights):
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         """Return `sampling.n` completions. Raises EngineError with the details `refused` or `dead`, like VLLMEngine."""
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         self._check_logprobs(sampling)
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
         if copies > 1:
             sampling = replace(sampling, n=1)
 
         def read(response: Any, version: int) -> list[Completion]:
-            parsed = self._answers(response, sampling, ids)
+            parsed = self._parse(response, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in parsed]
             return [answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
                     for answer, text in zip(parsed, texts, strict=True)]
 
-        return await self._result(ids, sampling, read) * copies
+        return await self._send(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         sampling = replace(sampling, n=1)
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         self._check_logprobs(sampling)
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
         async with (
@@ -318,7 +318,7 @@ class HTTPEngine(ServerWeights):
                 except StopAsyncIteration:
                     raise EngineError(f"{self.server.url} ended a stream without a finish_reason") from None
                 self._last_answer_at = time.monotonic()
-                for answer in self._answers(event, sampling, ids, whole=False):
+                for answer in self._parse(event, sampling, ids, whole=False):
                     count += len(answer.ids)
                     if count > sampling.max_tokens:
                         raise EngineError(f"{self.server.url} generated more than {sampling.max_tokens} tokens")
@@ -335,7 +335,7 @@ class HTTPEngine(ServerWeights):
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Return the logprob of each of `token_ids[1:]`. Temperatures other than 1 are limited to 2 million values."""
-        ids = await self._ids(token_ids)
+        ids = await self._prompt_ids(token_ids)
         token_count = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
         needs_all = needs_whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
@@ -343,15 +343,15 @@ class HTTPEngine(ServerWeights):
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
 
         def read(response: Any, version: int) -> list[float]:
-            for answer in self._answers(response, sampling, ids):
+            for answer in self._parse(response, sampling, ids):
                 self._version_spans(answer, len(answer.ids), version)
             return vllm_requests.prompt_logprobs(
                 response, ids, temperature, spans=self._server_facts().labels_tokens, server=self._server_name()
             )
 
-        return await self._result(ids, sampling, read, of_prompt=-1 if needs_all else 0)
+        return await self._send(ids, sampling, read, of_prompt=-1 if needs_all else 0)
 
-    async def _result(
+    async def _send(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
     ) -> _T:
         """Send a request and return `read(response, version)`. `version` is the one served when the request began."""
@@ -371,7 +371,7 @@ class HTTPEngine(ServerWeights):
         body = vllm_requests.request_body(ids, sampling, spans=spans, model=facts.model, room=room, **more)
         return vllm_requests.request_path(spans), body, vllm_requests.max_answer_bytes(body, vocabulary_size)
 
-    def _answers(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
+    def _parse(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return vllm_requests.parse_answers(
             response, sampling, spans=self._server_facts().labels_tokens, vocabulary=self._vocabulary, whole=whole,
             server=self._server_name(), prompt=prompt,
@@ -412,7 +412,7 @@ class HTTPEngine(ServerWeights):
         finally:
             self._open_requests -= 1
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._require_alive()
         remedy = f"start {self.server.url} with a larger --max-model-len"

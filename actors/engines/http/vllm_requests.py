@@ -123,9 +123,9 @@ def parse_answers(
         is_part = not whole and indexes in ([], [0])  # a stream has one answer, and some of its events have none
         if not is_part and indexes != list(range(sampling.n)):
             raise ValueError(f"the answer has choices {indexes!r:.80}, expected {sampling.n} numbered from 0")
-        parsed = [_answer(choice, sampling, spans) for choice in choices]
+        parsed = [_parse_choice(choice, sampling, spans) for choice in choices]
         for answer, choice in zip(parsed, choices, strict=True):
-            _check(answer, sampling, vocabulary, whole)
+            _check_possible(answer, sampling, vocabulary, whole)
             repeated = choice.get("prompt_token_ids")
             if prompt is not None and repeated is not None and repeated != list(prompt):
                 raise ValueError(f"the answer repeats a prompt of {len(repeated)} tokens, not the {len(prompt)} sent")
@@ -143,7 +143,7 @@ def _defect(error: BaseException, response: Any) -> str:
     return f"the answer has no {error.args[0]}{VERSION_HINT}"
 
 
-def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
+def _parse_choice(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     """Return one choice of a response as an `Answer`. Raises one of UNREADABLE if its form is wrong."""
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if tokens is None and reason is None:
@@ -167,7 +167,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     )
 
 
-def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
+def _check_possible(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
     """Raise ValueError for an answer that the model can't have given. `whole`: it is no part of a stream."""
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
         raise ValueError(f"the answer has no {'tokens' if answer.finish_reason else 'finish_reason'}")

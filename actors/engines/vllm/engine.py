@@ -323,7 +323,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         say), with `dead=True` if the engine is dead.
         """
         llm = self._live_llm()
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
         if copies > 1:
             sampling = dataclasses.replace(sampling, n=1)
@@ -335,7 +335,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
         async with contextlib.aclosing(self.outputs(ids, params, sampling.adapter)) as outputs:
@@ -350,7 +350,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         vLLM computes prompt logprobs at temperature 1 only. For any other the whole distribution is fetched, which is
         refused above 20 million values. Raises EngineError like `generate`.
         """
-        ids = await self._ids(token_ids)
+        ids = await self._prompt_ids(token_ids)
         vocabulary = int(self._live_llm().model_config.get_vocab_size())
         needs_all = needs_whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
@@ -432,7 +432,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 self._request_tasks.discard(task)
                 self._cut_off_tasks.discard(task)
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"

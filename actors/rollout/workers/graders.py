@@ -96,7 +96,7 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
     """Return a grader's answer. Raises GraderError if it takes too much time or memory, or ends without an answer."""
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
-    reading = asyncio.create_task(_read(reader))
+    reading = asyncio.create_task(_read_answer(reader))
     futures: set[asyncio.Future[Any]] = {reading, child.exit_status}
     try:
         while True:
@@ -107,7 +107,7 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
                 break
             if seconds_left <= 0:
                 raise GraderError(f"the grader {name} did not end within {timeout:g} s")
-            used_memory = _memory(child)
+            used_memory = _memory_bytes(child)
             if used_memory > memory:
                 raise GraderError(f"the grader {name} took {used_memory >> 20:,} MiB of memory: the limit is "
                                   f"{memory >> 20:,} MiB")
@@ -128,7 +128,7 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
     raise GraderError(f"the grader {name} {describe_exit(status)}")
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
+async def _read_answer(reader: asyncio.StreamReader) -> bytes:
     """Return the grader's only message. Raises EOFError if it is cut off or too long."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > ANSWER_BYTES:
@@ -136,7 +136,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def _memory(child: Child) -> int:
+def _memory_bytes(child: Child) -> int:
     """Return the resident memory of a process in bytes; 0 if it has ended."""
     pid = child.pid
     try:

@@ -79,7 +79,7 @@ class WorkerPool:
         """
         async with self._free_places:
             while True:
-                worker = await self._worker(task["workflow"])
+                worker = await self._take_worker(task["workflow"])
                 is_new = worker.play_number == 0
                 try:
                     await worker.prepare(task["workflow"])
@@ -87,15 +87,15 @@ class WorkerPool:
                     async with asyncio.timeout(timeout):
                         result = await worker.play(task, batch_id, task_id, runs, models)
                 except (errors.WorkflowError, errors.StartupError):
-                    self._end(worker)
+                    self._end_worker(worker)
                     if is_new or worker.has_begun:
                         raise
                     continue  # the worker ended before it took this run, so another worker gets the run
                 except BaseException:
-                    self._end(worker)
+                    self._end_worker(worker)
                     raise
                 if worker.child.exit_status.done():
-                    self._end(worker)
+                    self._end_worker(worker)
                 else:
                     self._idle_workers.append(worker)
                 return result
@@ -104,26 +104,26 @@ class WorkerPool:
         """End all workers and their template processes, and wait until they have ended."""
         self._closed = True
         for worker in list(self._live_workers):
-            self._end(worker)
+            self._end_worker(worker)
         await asyncio.gather(*self._kill_tasks, return_exceptions=True)
         await self.templates.close()
         self._kill_thread.shutdown(wait=False)
 
-    async def _worker(self, workflow: str) -> _Worker:
+    async def _take_worker(self, workflow: str) -> _Worker:
         """Return a worker for this workflow's module: an idle one, or a new one. Raises StartupError."""
         module = workflow.partition(":")[0]
         for worker in self._idle_workers[::-1]:
             if worker.module != module:
                 continue
             if worker.is_disconnected():
-                self._end(worker)
+                self._end_worker(worker)
                 continue
             self._idle_workers.remove(worker)
             return worker
         if self._closed:
             raise errors.StartupError("the worker processes were ended with their runner")
         while self._idle_workers and len(self._live_workers) >= self.places:
-            self._end(self._idle_workers.pop(0))
+            self._end_worker(self._idle_workers.pop(0))
         own_end, worker_end = socket.socketpair()
         worker = _Worker(module, Child(), own_end)
         self._live_workers.add(worker)
@@ -133,7 +133,7 @@ class WorkerPool:
                 worker.imported = await self.templates.fork(workflow, worker.child, worker_end)
             await asyncio.wait_for(worker.wait_until_ready(), START_SECONDS)
         except BaseException as e:
-            self._end(worker)
+            self._end_worker(worker)
             if isinstance(e, TimeoutError):
                 raise errors.StartupError(
                     f"a worker process did not start: it was not ready after {START_SECONDS:.0f} s"
@@ -143,9 +143,9 @@ class WorkerPool:
 
     def _end_if_idle(self, worker: _Worker) -> None:
         if worker in self._idle_workers:
-            self._end(worker)
+            self._end_worker(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end_worker(self, worker: _Worker) -> None:
         """Take a worker out of the pool, suspend its process at once, and kill it in the background."""
         if worker in self._idle_workers:
             self._idle_workers.remove(worker)
