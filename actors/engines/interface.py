@@ -153,10 +153,10 @@ class CallJournal(Protocol):
     async def answers(self, ask: Callable[[Any, Sampling, str], Awaitable[list[Completion]]]) -> list[Completion]:
         """Return all answers of the call. Call `ask(prompt, sampling, request)` for those missing in the journal."""
 
-    def recorded(self, request: str) -> AbstractContextManager[Any]:
+    def recording(self, request: str) -> AbstractContextManager[Any]:
         """Return a context that records the tokens that `request`, which answers the whole call, generates."""
 
-    async def written(self, recorded: Any, answers: list[Completion] | None) -> None:
+    async def record_end(self, recorded: Any, answers: list[Completion] | None) -> None:
         """Record the end of a request; `recorded` is its context's value. `answers` is None if the request failed."""
 
 
@@ -192,7 +192,7 @@ class Recording(Protocol):
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
         """Record that a call to the engine begins. `further`: options beyond the fields of `Sampling`."""
 
-    def journaled(
+    def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> CallJournal | None:
         """Begin a call in the run's journal and return it; None if the run has no journal.

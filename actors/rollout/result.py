@@ -37,7 +37,7 @@ class OutOfTime(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class UnitResult:
-    """Results and failures of some runs of a task."""
+    """Results and failures of a unit, which is some runs of one task."""
 
     results: list[RunResult] = field(default_factory=list)
     experiences: list[Experience] = field(default_factory=list)

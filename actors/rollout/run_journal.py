@@ -213,7 +213,7 @@ class JournaledCall:
             for task in asking:  # gather leaves the others running
                 task.cancel()
 
-    def recorded(
+    def recording(
         self, request: str, choices: Sequence[int] | None = None, before: KeptAnswer | None = None
     ) -> OpenCall:
         """Return a context in which the engine's output for `request` is recorded.
@@ -228,7 +228,7 @@ class JournaledCall:
             choices={i: (choice, before or _NOTHING) for i, choice in enumerate(numbers)},
         )
 
-    async def written(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
+    async def record_end(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
         """Record the end of a request. If it failed (`answers` is None), record the tokens generated until then."""
         await self.journal.writer.write(recorded.progress() if answers is None else recorded.end(answers))
 
@@ -267,11 +267,11 @@ class JournaledCall:
     ) -> list[Completion]:
         """Have the engine generate the answers with these numbers, or continue `before`, and record the tokens."""
         request, version = f"run-{next(_REQUEST_NUMBERS)}", self.engine.model_version
-        with self.recorded(request, choices, before) as call:
+        with self.recording(request, choices, before) as call:
             try:
                 answers = await ask(prompt, sampling, request)
             except Exception:
-                await self.written(call, None)
+                await self.record_end(call, None)
                 raise
         if self.engine.model_version == version:
             answers = [
@@ -279,7 +279,7 @@ class JournaledCall:
             ]
         if before is not None:
             answers = [_cut_at_stop(cast(KeepsProgress, self.engine), answers[0], self.sampling, before)]
-        await self.written(call, answers)
+        await self.record_end(call, answers)
         return answers if before is None else [_spliced(answers[0], before)]
 
 

@@ -50,14 +50,14 @@ def mark_as_runner() -> None:
 
 
 def unit_context() -> contextvars.Context:
-    """Return a copy of this context that is marked as code of the current unit's workflow."""
+    """Return a copy of this context, marked as code of the current unit's workflow (unit: runs of one task)."""
     context = contextvars.copy_context()
     context.run(_OWNER.set, UNIT.get())
     return context
 
 
 class _KeptTask(asyncio.Task[Any]):
-    """Task that the runner made, for itself or for the unit `owner`."""
+    """Asyncio task that the runner created, for itself or for the unit (runs of one task) `owner`."""
 
     owner: Any = None
 
@@ -131,7 +131,7 @@ class EngineLoop(_Loop):
         return await self.run_in_executor(None, socket.getnameinfo, sockaddr, flags)
 
     def forget(self, unit: Any) -> None:
-        """Let the threads of a unit that is over end when their current calls return."""
+        """Let the threads of a finished unit (runs of one task) end when their current calls return."""
         executor = self._executors.pop(unit, None)
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -151,12 +151,12 @@ class EngineLoop(_Loop):
                                 "it alone")
 
     def current_unit(self) -> Any:
-        """Return the unit whose main task the loop is executing now, or None. Callable from any thread."""
+        """Return the unit (runs of one task) whose main asyncio task the loop executes now, or None. Thread-safe."""
         return getattr(asyncio.current_task(self), "owner", None)
 
 
 class Limits:
-    """Deadlines of the current runs, by unit. A run that exceeds its deadline was not ended by its own timeout."""
+    """Deadlines of the current runs, by unit (runs of one task). A run beyond its deadline ignores its timeout."""
 
     def __init__(self) -> None:
         self._deadlines: dict[int, tuple[Any, float]] = {}
@@ -174,7 +174,7 @@ class Limits:
         self._deadlines.pop(number, None)
 
     def overdue(self, now: float, patience: float) -> list[Any]:
-        """Return the units with a run beyond its deadline at every call in the last `patience` seconds."""
+        """Return the units that had a run beyond its deadline at every call in the last `patience` seconds."""
         late_units = {unit for unit, deadline in self._deadlines.values() if now > deadline and unit is not None}
         self._late_since = {unit: self._late_since.get(unit, now) for unit in late_units}
         return [unit for unit, since in self._late_since.items() if now - since >= patience]

@@ -113,7 +113,7 @@ class Runner(BaseActor):
             ))
 
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
-        """Report this runner's state and units to a new coordinator, and send it all unconfirmed groups."""
+        """Report this runner's state and units to a new coordinator, and send it all unconfirmed outcomes."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
         self.send_due(resend_all=True)
@@ -125,7 +125,7 @@ class Runner(BaseActor):
             self.tell(group)
 
     def beat(self) -> None:
-        """Send a heartbeat and the groups that are due; give up a unit whose workflow blocks the engine's loop."""
+        """Send a heartbeat and unconfirmed reports; give up a unit (runs of a task) that blocks the engine's loop."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         now, last_beat_at = self.now(), self.last_beat_at
         if now - last_beat_at > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
@@ -182,7 +182,10 @@ class Runner(BaseActor):
         self.send(self.guardian, status)
 
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
-        """Drop the outcomes that the message confirms, and start its units. Skip attempts that were started before."""
+        """Drop the outcomes that the message confirms, and start its units (runs of one task each).
+
+        Attempts at a unit that this runner started before are skipped.
+        """
         if not self.accept_log_end(message.end):
             return
         settled = self.outbox.acknowledge(message.acks)
@@ -194,7 +197,7 @@ class Runner(BaseActor):
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
                 del self.units[key]
         if self.final_report in message.acks:
-            self.after(0.0, "give up", self.end)
+            self.after(0.0, "give up", self.request_replacement)
         if self.state != "ready" or self.final_report is not None:
             return  # it could not run them; the coordinator sends them again when a status lacks them
         for item in message.items:
@@ -289,18 +292,21 @@ class Runner(BaseActor):
         self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
-        """Report a unit that can't be stopped as failed, and end this runner; its other units get no strike."""
+        """Report a unit (runs of a task) that can't be stopped as failed, and end this runner.
+
+        Its other units run again without a strike.
+        """
         item = self.units.get(key)
         if self.final_report is not None or item is None or self.state != "ready":
             return
         self.log.error("unit %s is given up, and this process with it: %s", key, reason)
         self.report([failed(item, "workflow", reason)])
         self.final_report, self.end_reason = self.outbox.number, reason
-        self.after(GIVE_UP_SECONDS, "give up", self.end)
+        self.after(GIVE_UP_SECONDS, "give up", self.request_replacement)
 
-    def end(self) -> None:
+    def request_replacement(self) -> None:
         """Ask the guardian to replace this runner at once, and repeat the request until this process is ended."""
-        self.after(ASK_SECONDS, "give up", self.end)
+        self.after(ASK_SECONDS, "give up", self.request_replacement)
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.end_reason))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:

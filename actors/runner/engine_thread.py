@@ -158,7 +158,7 @@ class EngineThread:
 
     @property
     def runs_wait(self) -> str:
-        """Cause outside of this runner that runs wait for, as a run or the engine reports it; empty if none."""
+        """Reason outside of this runner why its runs wait, as a run or the engine reports it; empty if none."""
         return self.activity.waits() or getattr(self.engine, "runs_wait", "")
 
     @property
@@ -297,13 +297,13 @@ class EngineThread:
 
     @_on_loop
     def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Start a unit, and cancel an earlier attempt at it that still runs."""
+        """Start a unit (runs of one task), and cancel an earlier attempt at it that still runs."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._fail_without_outcome(key, item, task))
 
     def _fail_without_outcome(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
-        """Report a unit as failed if its task ended without an outcome and was not stopped."""
+        """Report a unit (runs of one task) as failed if its asyncio task ended unasked and without an outcome."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
             return
@@ -319,7 +319,7 @@ class EngineThread:
         """Stop a unit that the coordinator cancelled, and delete its journal."""
         self._stop_unit(key)
         if self.journal is not None:
-            self.journal.settled(key)
+            self.journal.release(key)
 
     @_on_loop
     def settled(self, keys: list[Key], lost: list[Key]) -> None:
@@ -332,16 +332,16 @@ class EngineThread:
         """Delete the journal of these units, except of those that run again here."""
         for key in keys:
             if self.journal is not None and key not in self.units:
-                self.journal.settled(key)
+                self.journal.release(key)
 
     def _stop_unit(self, key: Key) -> None:
-        """Cancel a unit's task, if there is one, without an outcome."""
+        """Cancel a unit's asyncio task, if there is one, without an outcome."""
         task = self.units.pop(key, None)
         if task is not None:
             task.cancel()
 
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
-        """Run a unit once a place is free, and hand its result to the reporter. If the engine died, end this runner."""
+        """Execute a unit (runs of one task) once a place is free; report its result. A dead engine ends the runner."""
         UNIT.set(key)
         async with self.places:
             runs = runs_of(item.unit)

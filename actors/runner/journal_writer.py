@@ -94,12 +94,12 @@ class Journal:
         await asyncio.wait([done], timeout=PATIENCE_SECONDS)
 
     def begin(self, key: Key) -> None:
-        """Keep all segments from the current one on until this unit is settled."""
+        """Keep all segments from the current one on until this unit (runs of one task) is released."""
         self._active.add(key)
         self._units[self._segment].add(key)
 
-    def settled(self, key: Key) -> None:
-        """Delete the segments that only this unit still needed: the log has its outcome."""
+    def release(self, key: Key) -> None:
+        """Delete the segments that only this unit (runs of one task) still needed: the log has its outcome."""
         self._active.discard(key)
         if not self._active and self._sizes.get(self._segment):
             self._next_segment()

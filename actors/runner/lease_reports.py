@@ -93,7 +93,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
 
 
 class UnitLeases:
-    """`LeaseRecorder` for the runs of one attempt at a unit, usable from any thread."""
+    """`LeaseRecorder` for one attempt at a unit (some runs of one task), usable from any thread."""
 
     def __init__(
         self, send: Callable[[LeaseChange, Future[Any]], None], item: UnitAssignment, secrets: SecretFile

@@ -33,7 +33,10 @@ FULL_SECONDS = 0.5, 5.0
 
 
 class Reporter:
-    """Writer of finished units into the payload store; passes their outcomes to `report`. Used on the engine's loop."""
+    """Writer of finished units (runs of one task) into the payload store, on the engine's loop.
+
+    It passes their outcomes to `report`.
+    """
 
     _quick: PayloadStore
     """The payload store, with calls that fail after `STORE_SECONDS`, so that heartbeats soon report the trouble."""
@@ -151,7 +154,7 @@ def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: Payloa
 
 
 def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
-    """Return the outcome of a unit whose runs all failed with this kind and message."""
+    """Return the outcome of a unit (runs of one task) whose runs all failed with this kind and message."""
     failures = _with_first_messages([(run, kind, message) for run in runs_of(item.unit)])
     return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
 

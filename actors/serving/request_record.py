@@ -85,7 +85,7 @@ class RequestRecord:
         self.generations.append(generation)
         return generation
 
-    def journaled(
+    def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> JournaledCall | None:
         """Begin a call in the run's journal and return it; None if the run has no journal."""

@@ -148,7 +148,7 @@ class _SmallServer:
             sampling = with_values(sampling, {"top_logprobs": top_count}, "logprobs")
         if body.get("stream"):
             raise invalid_field("stream", True, "false: this route does not stream")
-        [completions] = await self._generated(record, [ids], sampling)
+        [completions] = await self._generate_all(record, [ids], sampling)
         choices = [
             {"index": i, "finish_reason": c.finish_reason, "token_ids": c.token_ids,
              "logprobs": None if top_count is None else {"content": [
@@ -186,9 +186,9 @@ class _SmallServer:
         """Generate completions for the prompts, and return the answer whole or as a stream."""
         if answer.stream:
             return await _streamed(self._chunks(record, prompts, answer))
-        return json_response(answer.whole(await self._generated(record, prompts, answer.sampling)))
+        return json_response(answer.whole(await self._generate_all(record, prompts, answer.sampling)))
 
-    async def _generated(
+    async def _generate_all(
         self, record: RequestRecord, prompts: list[str | list[int]] | list[list[int]], sampling: Sampling
     ) -> list[list[Completion]]:
         """Generate completions for all prompts at once, record them, and return them by prompt. Raises EngineError."""
@@ -215,7 +215,7 @@ class _SmallServer:
         """Yield a stream's events: one completion's as it is generated; if several or with a journal, at the end."""
         sampling = answer.sampling
         if len(prompts) * sampling.n > 1 or record.model.journal is not None:
-            groups = await self._generated(record, prompts, sampling)
+            groups = await self._generate_all(record, prompts, sampling)
             for i, completion in enumerate(c for group in groups for c in group):
                 yield answer.chunk(completion, i, new_prompt=i % sampling.n == 0)
         else:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
-from trinity_es.actors.engines.http.client import http_client, up_to
+from trinity_es.actors.engines.http.client import http_client, size_limit
 from trinity_es.actors.engines.http.pool import MAX_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, invalid_field
@@ -309,7 +309,7 @@ class Proxy:
         async def ask(engine: Backend) -> Response:
             # No limit on the answer's size: the runner has limited it already and holds it in memory.
             sent = self._http.build_request(
-                "POST", engine.endpoint + path, content=raw, headers=headers, extensions=up_to(sys.maxsize)
+                "POST", engine.endpoint + path, content=raw, headers=headers, extensions=size_limit(sys.maxsize)
             )
             response = await self._http.send(sent, stream=True)
             streaming = False

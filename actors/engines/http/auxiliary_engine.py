@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.config.models import RolloutModelConfig
-from trinity_es.actors.engines.http.client import http_client, largest_answer, up_to
+from trinity_es.actors.engines.http.client import http_client, largest_answer, size_limit
 from trinity_es.actors.engines.http.pool import Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
@@ -32,9 +32,8 @@ CONNECT_SECONDS = 5.0
 class RemoteEngine:
     """All engines of an auxiliary model as one `Engine`, for one event loop.
 
-    Requests of one `task` go to one engine, to share its prefix cache. `token`: bearer token of the runners' HTTP
-    servers; `defaults`: the model's own sampling, by the names of `Sampling`. `model_version` is that of the last
-    answer.
+    Requests of one `task` go to one engine, to share its prefix cache. `token`: bearer token of the runners' servers;
+    `defaults`: the model's own sampling, by the names of `Sampling`. `model_version` is that of the last answer.
     """
 
     def __init__(
@@ -111,7 +110,8 @@ class RemoteEngine:
         async def ask(engine: Backend) -> dict[str, Any]:
             """Return this engine's answer, and note the load and model version in it."""
             self.pool.remember(_keys(task), engine)
-            answer = await http.post(f"{engine.endpoint}/engine/{route}", content=data, extensions=up_to(max_bytes))
+            url = f"{engine.endpoint}/engine/{route}"
+            answer = await http.post(url, content=data, extensions=size_limit(max_bytes))
             result = self._read_result(answer, engine.runner)
             engine.other_count, engine.reported_at = max(0, result["load"] - engine.open_count), self._clock()
             self.model_version = result["model_version"]

@@ -4,7 +4,7 @@ httpx's own pool scans all its connections for each request. With 256 open ones 
 and aiohttp takes a fortieth. (The package httpx-aiohttp reports a server that ended during a request as unreachable.)
 
 Every answer has a size limit, since an endless one would fill the runner's memory. Compression is refused, since 2 MiB
-can become 10 GB. Requests set their limit with `extensions=up_to(largest_answer(...))`.
+can become 10 GB. Requests set their limit with `extensions=size_limit(largest_answer(...))`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trinity_es.events.errors import EngineError
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["MAX_BYTES", "http_client", "largest_answer", "up_to"]
+__all__ = ["MAX_BYTES", "http_client", "largest_answer", "size_limit"]
 
 KEEP_SECONDS = 15.0
 """How long an idle connection is kept; runners' servers keep it longer."""
@@ -44,7 +44,7 @@ def largest_answer(
     return answers * (max_tokens * token_bytes + prompt_tokens * prompt_token_bytes) + MAX_BYTES
 
 
-def up_to(max_bytes: int) -> dict[str, int]:
+def size_limit(max_bytes: int) -> dict[str, int]:
     """Return `extensions` for a request that limit the body of its answer to `max_bytes`."""
     return {"max_bytes": max_bytes}
 
@@ -58,7 +58,7 @@ def http_client(
     `connect`, `read`: timeouts in seconds; `keep`: seconds for which an idle connection is kept; `trust_env`: use the
     environment's proxies; `transport`: for tests. Requests raise httpx's ConnectError or ConnectTimeout if the server
     did not get the request, and another TransportError if it may have. They raise EngineError for an answer that is
-    compressed, or larger than the limit that the request set by `up_to` (MAX_BYTES if it set none).
+    compressed, or larger than the limit that the request set by `size_limit` (MAX_BYTES if it set none).
     """
     import httpx
 

@@ -65,7 +65,7 @@ _MAX_DISTRIBUTION = 2_000_000
 
 
 class HTTPEngine(ServerWeights):
-    """`Engine` over an external vLLM server. `config.options`: its `url`, and explorer.rollout_model.servers."""
+    """`Engine` over an external vLLM server. `config.options`: `url`, and keys of explorer.rollout_model.servers."""
 
     tokenizer: Tokenizer
 
@@ -88,8 +88,7 @@ class HTTPEngine(ServerWeights):
         self._last_answer_at = 0.0
         """Monotonic time of the last answer or stream event."""
         self.on_load: Callable[[EngineLoad], None] | None = None
-        self._failure_count = 0
-        """Number of failed requests since the last complete answer."""
+        self._failure_count = 0  # number of failed requests since the last complete answer
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -367,9 +366,9 @@ class HTTPEngine(ServerWeights):
     def _request(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
         """Return path and JSON of a request, and the maximum bytes of its answer. `more`: as for `request_body`."""
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
-        spans, vocabulary_size = facts.labels_tokens, self._vocabulary
+        spans = facts.labels_tokens
         body = vllm_requests.request_body(ids, sampling, spans=spans, model=facts.model, room=room, **more)
-        return vllm_requests.request_path(spans), body, vllm_requests.max_answer_bytes(body, vocabulary_size)
+        return vllm_requests.request_path(spans), body, vllm_requests.max_answer_bytes(body, self._vocabulary)
 
     def _parse(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return vllm_requests.parse_answers(
@@ -420,7 +419,7 @@ class HTTPEngine(ServerWeights):
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _version_spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the version spans of a whole answer; if it has no labels, that is `version`. Raises EngineError."""
+        """Return `(version, start, end)` over a whole answer; `version` if it has no labels. Raises EngineError."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
         if not self._server_facts().labels_tokens:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, up_to
+from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
 from trinity_es.events.errors import EngineError
 from trinity_es.events.values import local_time
 
@@ -122,7 +122,7 @@ class VLLMServer:
             try:
                 async with asyncio.timeout(seconds):
                     return await self._client().request(
-                        method, path, json=body, params=params, extensions=up_to(max_bytes)
+                        method, path, json=body, params=params, extensions=size_limit(max_bytes)
                     )
             except (httpx.HTTPError, TimeoutError) as e:
                 if not (may_retry and isinstance(e, connection_lost)):
@@ -209,7 +209,7 @@ class VLLMServer:
         import httpx
 
         try:
-            async with self._client().stream("POST", path, json=body, extensions=up_to(max_bytes)) as answer:
+            async with self._client().stream("POST", path, json=body, extensions=size_limit(max_bytes)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     self._check(answer, path)
@@ -304,7 +304,7 @@ class VLLMServer:
         return self._read(answer, lambda body: str(body["weight_version"]))
 
     async def start_time(self) -> str:
-        """Return its process's start time (Unix) from its metrics; empty if they have none (`--api-server-count`)."""
+        """Return the server process's start time (Unix), from its metrics; empty if missing (`--api-server-count`)."""
         for line in (await self.metrics()).splitlines():
             if line.startswith("process_start_time_seconds "):
                 return line.split()[1]

@@ -235,7 +235,7 @@ class _RecordingClient:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
             if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
-                call = record.journaled(ids, sampling, further, forbids=_stateful_option(params))
+                call = record.begin_journaled_call(ids, sampling, further, forbids=_stateful_option(params))
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
             return self._from_journal(record, generation, call, prompt, sampling_params, params, request_id, more)
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
@@ -277,15 +277,15 @@ class _RecordingClient:
         self, generation: Generation, call: CallJournal, answers: AsyncGenerator[Any], request_id: str
     ) -> AsyncGenerator[Any]:
         """Yield these outputs while the run's journal records them. Their end is recorded before it is yielded."""
-        with call.recorded(request_id) as recorded:
+        with call.recording(request_id) as recorded:
             try:
                 async with contextlib.aclosing(answers):
                     async for output in answers:
                         if generation.completions is not None:
-                            await call.written(recorded, generation.completions)
+                            await call.record_end(recorded, generation.completions)
                         yield output
             except EngineError:
-                await call.written(recorded, None)
+                await call.record_end(recorded, None)
                 raise
 
     async def _recorded(

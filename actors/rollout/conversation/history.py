@@ -123,7 +123,7 @@ class Remembering(Conversing):
                 continue
             learned = {turn, *unlearned_turns.intersection(turn.chain())}
             unlearned_turns -= learned
-            experiences.append(experience if len(learned) == 1 else self._joined(experience, turn, learned))
+            experiences.append(experience if len(learned) == 1 else self._joined_experience(experience, turn, learned))
         return experiences
 
     def experiences_of_ids(self, sequences: Sequence[KeptIds]) -> list[Experience]:
@@ -160,7 +160,7 @@ class Remembering(Conversing):
         self._history = {}
         self.turns.clear()
 
-    def _joined(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
+    def _joined_experience(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
         """Return one experience of the sequence up to `turn`. Reward, ids and the like are from `last`, its answer."""
         joined = self.sampled(turn, last.messages, last.tools, learned)
         joined.eid, joined.reward, joined.metrics = last.eid, last.reward, last.metrics

@@ -210,13 +210,13 @@ class Turns:
         candidates = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
         for length, group in itertools.groupby(sorted(candidates, key=_length, reverse=True), key=_length):
             turns, text_after_prompt = list(group), rendered[length:]
-            for tail_of in (self._tail, self._loose_tail):
+            for tail_of in (self._text_after_answer, self._loose_text_after_answer):
                 tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, text_after_prompt)) is not None]
                 if tails:
                     return max(tails, key=lambda pair: _rank(*pair))
         return None
 
-    def _tail(self, turn: Turn, rest: str) -> str | None:
+    def _text_after_answer(self, turn: Turn, rest: str) -> str | None:
         """Return the text after the turn's answer in `rest`, the text after its prompt; None if the answer differs.
 
         The answer may lack the white space around it.
@@ -233,12 +233,12 @@ class Turns:
                     continue
                 tail_with_white = rest[len(opening) + len(core) :]
                 for tail in dict.fromkeys((tail_with_white.removeprefix(trailing_white), tail_with_white)):
-                    if self._begins_after_answer(tail, end):
+                    if self._can_follow_answer(tail, end):
                         return tail
         return None
 
-    def _loose_tail(self, turn: Turn, rest: str) -> str | None:
-        """Return what `_tail` returns, but ignore white space and blank reasoning beside the answer's marks.
+    def _loose_text_after_answer(self, turn: Turn, rest: str) -> str | None:
+        """Return the text after an answer as `_text_after_answer`, ignoring white space and blank reasoning at marks.
 
         Clients strip the text before a tool call, drop it if it is blank, and add blank reasoning. Templates write
         their own white space between the parts of an answer.
@@ -248,7 +248,7 @@ class Turns:
             position = _end_of_answer(text, rest)
             if position is not None:
                 for tail in (rest[position:], rest[_past_blank(rest, position) :]):
-                    if self._begins_after_answer(tail, end):
+                    if self._can_follow_answer(tail, end):
                         return tail
         return None
 
@@ -257,7 +257,7 @@ class Turns:
         whole = self._decoded_texts(turn)[0].removesuffix(self.end_of(turn))
         return dict.fromkeys((turn.text, whole)).keys()
 
-    def _begins_after_answer(self, tail: str, end: str) -> bool:
+    def _can_follow_answer(self, tail: str, end: str) -> bool:
         """Return True if `tail` can follow a whole answer: it begins with the turn's `end` text, or the template's."""
         if tail == "":
             return end == ""

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.helpers.servers import free_port
-from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, up_to
+from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
 from trinity_es.actors.server_addresses import past_proxies
 from trinity_es.events.errors import EngineError
 
@@ -152,7 +152,7 @@ async def test_an_answer_without_end_and_one_that_is_compressed_are_refused_and_
         with pytest.raises(EngineError, match=rf"{url}/x answers with more than {MAX_BYTES:,} bytes"):
             await http.get(f"{url}/x?key=secret")
         with pytest.raises(EngineError, match=r"more than 100,000 bytes"):
-            await http.get(f"{url}/x", extensions=up_to(100_000))
+            await http.get(f"{url}/x", extensions=size_limit(100_000))
         for _ in range(500):
             if ended == 2:
                 break
