@@ -109,10 +109,10 @@ class Bench:
 
     def __init__(
         self, places: int, durability: str, operators: list[dict[str, Any]], *, url: str | None = None,
-        rollout: dict[str, Any] | None = None, journal: float = 1.0,
+        rollout: dict[str, Any] | None = None, journal: float = 1.0, payloads: str = "",
     ) -> None:
         """`url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: its engines; `journal`:
-        seconds between its records."""
+        seconds between its records; `payloads`: their place."""
         self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
         self.config = trinity_es.Config.from_dict(
             {
@@ -120,7 +120,7 @@ class Bench:
                 "explorer": {"max_concurrency": places, "rollout_model": rollout or {"engine_type": "scripted"},
                              "progress": {"seconds": journal}},
                 "buffer": {"pipeline": {"operators": operators}},
-                "store": {"durability": durability} | ({} if url is None else {"url": url}),
+                "store": {"durability": durability, "payloads": payloads} | ({} if url is None else {"url": url}),
             },
             folder=self.folder.name,
         )

@@ -16,21 +16,42 @@ logprob, against 4 bytes for each.
 It checks that every experience has the right tokens, logprobs, reward and advantage, that each file's digest is its
 name, that the store holds exactly what the log names, and that `verify` finds nothing.
 
+Last, batches of 128 tasks of 16 runs go through two systems in turn, the other one stopped: one has its payloads in S3,
+the other in files. The S3 server (moto, which holds them in memory) is a process on the same cores, so the batches/s
+include its work; the CPU of our own processes, this client's too, does not.
+
 `python -m benchmarks.payloads [--json FILE] [--quick]`
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import psutil
 
-from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from benchmarks.compared import (
+    Row,
+    Spread,
+    Watch,
+    alternate,
+    coordinator_of,
+    family_of,
+    options_of,
+    pairs,
+    report,
+    resting,
+)
 from benchmarks.dispatch import Bench, check_experiences
+from tests.helpers.s3_server import BUCKET, S3Server, s3_environment
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.store.database.urls import parse_url
@@ -46,6 +67,10 @@ AIMS = {512: 0.5, 8192: 0.8}
 STORED_AIM = 1.3
 BYTES = 4
 """Minimum bytes of a token and of a logprob."""
+TASKS, RUNS, BATCHES = 128, 16, 3
+"""Size of a batch that goes through a system with payloads in S3, and the number of batches of a turn."""
+S3_AIM, S3_CPU_AIM = 0.8, 1.1
+"""Aims of batches/s with S3 over those with files, and of the coordinator's CPU."""
 
 
 class Store:
@@ -159,6 +184,77 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     ]
 
 
+def _serve(pipe: Connection) -> None:
+    """Run an S3 server with a bucket in this process until the pipe ends; send its address and its clients'
+    environment."""
+    server = S3Server()
+    server.make_bucket()
+    pipe.send(s3_environment(server))
+    try:
+        pipe.recv()
+    except EOFError:
+        server.stop()
+
+
+@contextmanager
+def s3_process() -> Iterator[None]:
+    """Run an S3 server with a bucket, whose credentials are in the environment, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        os.environ |= ours.recv()
+        yield
+    finally:
+        ours.close()
+        process.join()
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def through(bench: Bench, batches: int) -> tuple[float, float, float]:
+    """Run batches; return batches/s, and the milliseconds of CPU a batch of the coordinator and of all processes."""
+    coordinator = psutil.Process(coordinator_of(bench.client))
+    processes = [psutil.Process(), *family_of(coordinator.pid)]
+    before = cpu_seconds([coordinator]), cpu_seconds(processes)
+    seconds = sum(bench.one(TASKS, runs=RUNS) for _ in range(batches))
+    coordinator_cpu, cpu = cpu_seconds([coordinator]) - before[0], cpu_seconds(processes) - before[1]
+    return batches / seconds, 1e3 * coordinator_cpu / batches, 1e3 * cpu / batches
+
+
+def in_s3(repeats: int, batches: int) -> list[Row]:
+    """Measure batches of a system with its payloads in S3, in turn with one that has them in files."""
+    found: dict[str, list[tuple[float, float, float]]] = {"s3": [], "files": []}
+    operators = [{"name": "grpo"}]
+    with (
+        s3_process(), Bench(8, "power", operators, payloads=f"s3://{BUCKET}/bench") as s3,
+        Bench(8, "power", operators) as files,
+    ):
+        def turn(name: str, bench: Bench, other: Bench) -> float:
+            with resting(*other.pids):
+                bench.one(8)
+                found[name].append(through(bench, batches))
+            return 0.0
+
+        alternate({"s3": lambda: turn("s3", s3, files), "files": lambda: turn("files", files, s3)}, repeats)
+        for bench in (s3, files):
+            bench.one(TASKS, runs=RUNS)
+            bench.check()
+            bench.check_all()
+    what = f"payloads in S3: batches of {TASKS} tasks of {RUNS} runs"
+    ours, theirs = (list(zip(*figures, strict=True)) for figures in found.values())
+    other = "files on the same disk"
+    return [
+        pairs(what, "batches/s", ours[0], other, theirs[0], aim=S3_AIM, id="S3"),
+        pairs("  the coordinator's CPU", "ms a batch", ours[1], other, theirs[1], aim=S3_CPU_AIM, most=True, id="S3"),
+        pairs("  CPU of all our processes", "ms a batch", ours[2], other, theirs[2], id="S3"),
+    ]
+
+
 def main() -> int:
     options = options_of(__doc__)
     watch, rows = Watch(), list[Row]()
@@ -171,6 +267,7 @@ def main() -> int:
             raise SystemExit(f"{found.url} is not sound: {[*found.problems, *found.notes][0]}")
         if found.payloads != len(Store(url).files()):
             raise SystemExit(f"{found.payloads} payloads are verified, {len(Store(url).files())} files are there")
+    rows += in_s3(*((2, 1) if options.quick else (REPEATS, BATCHES)))
     return report("Experiences as they reach the trainer, and what they take", rows, watch, [], options.json)
 
 

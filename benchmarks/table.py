@@ -23,7 +23,7 @@ AIMS = {
     "E4": "over the bare engine", "E5": "append", "E6": "replay, rebuild", "E7": "delivery, and bytes stored",
     "E8": "a batch of 100,000 tasks; an idle system", "E9": "the same on a long log, with many batches, "
     "engines, hosts", "E10": "the eventsourcing library", "E11": "weight sync under load",
-    "E12": "places that follow the load",
+    "E12": "places that follow the load", "S3": "payloads in S3 against files",
 }
 SOURCES = {
     "dispatch": "E1", "overhead": "E4", "log_append": "E5", "replay": "E6", "payloads": "E7", "large_batch": "E8",

@@ -8,8 +8,8 @@ __all__ = ["counted", "kept_text", "missing_text"]
 
 
 def counted(n: int, name: str) -> str:
-    """Return a number with its noun, as "1 task" or "1,200 tasks"."""
-    return f"{n:,} {name}{'' if n == 1 else 's'}"
+    """Return a number with its noun, as "1 task", "1,200 tasks" or "2 batches"."""
+    return f"{n:,} {name}{'' if n == 1 else 'es' if name.endswith('ch') else 's'}"
 
 
 def kept_text(event: ev.AttemptKept) -> str:

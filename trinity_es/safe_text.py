@@ -216,7 +216,7 @@ def summary(event: ev.Event) -> str:
         case ev.AdapterFailed():
             return f"{event.runner} did not load version {event.version} of adapter {event.adapter}: {event.error}"
         case ev.TasksetAdvanced():
-            return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
+            return f"{event.taskset} read to {event.offset} of epoch {event.epoch + 1} for batch {event.batch_id}"
         case ev.TasksetResolved():
             s = event.source
             source = " ".join(part for part in (s.path, s.subset, s.split, s.args) if part)
@@ -260,21 +260,22 @@ def summary(event: ev.Event) -> str:
         case ev.GroupsMissing():
             return missing_text(event)
         case ev.BatchFinalized():
-            return f"{event.selected} experiences delivered, {event.dropped} filtered out"
+            return f"{counted(event.selected, 'experience')} delivered, {event.dropped:,} filtered out"
         case ev.ExperiencesProcessed():
-            return f"{event.selected} experiences, {event.dropped} filtered out"
+            return f"{counted(event.selected, 'experience')}, {event.dropped:,} filtered out"
         case ev.AnswersRecorded():
             tokens = sum(a.response_tokens for a in event.answers)
-            return f"{len(event.answers)} answers, {tokens} tokens"
+            return f"{counted(len(event.answers), 'answer')}, {counted(tokens, 'token')}"
         case ev.AnswersRewarded():
             task = f" of task {event.task}" if event.task is not None else ""
-            return f"{len(event.messages)} answers{task}, reward {event.reward:.4g}"
+            return f"{counted(len(event.messages), 'answer')}{task}, reward {event.reward:.4g}"
         case ev.AnswersDelivered():
-            return f"{len(event.messages)} answers to the pipeline"
+            return f"{counted(len(event.messages), 'answer')} to the pipeline"
         case ev.ExperiencesRedelivered():
-            return f"{len(event.batches)} batches again, to a trainer back at step {event.step}"
+            return f"{counted(len(event.batches), 'batch')} again, to a trainer back at step {event.step}"
         case ev.PayloadsFreed():
-            return f"{event.payloads} payloads of {len(event.batches)} batches, {event.bytes} bytes"
+            batches = counted(len(event.batches), "batch")
+            return f"{counted(event.payloads, 'payload')} of {batches}, {counted(event.bytes, 'byte')}"
         case ev.BatchPaused() | ev.BatchAborted():
             return event.reason
         case ev.BatchTrained():

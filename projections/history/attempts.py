@@ -51,6 +51,8 @@ class Attempt:
     dispatch_position: int
     kept: ev.AttemptKept | None = None
     """Record of what lost attempts had, from which this one goes on."""
+    played_until: float | None = None
+    """Unix seconds of its last record in the journal, if it was lost and that was kept."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,6 +215,10 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
             _apply_finished(timeline, item, event)
         case ev.AttemptFailed():
             _apply_failed(timeline, item, event)
+        case ev.AttemptKept():
+            if (attempt := _find_attempt(timeline.tasks[event.task], event)) is not None:
+                earlier_seconds = 0.0 if attempt.kept is None else attempt.kept.seconds
+                attempt.played_until = attempt.dispatched_at + event.seconds - earlier_seconds
         case ev.TaskDropped():
             for number in event.tasks:
                 task = timeline.tasks[number]
@@ -323,7 +329,7 @@ def _unit_fields(
     return fields
 
 
-def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed) -> Attempt | None:
+def _find_attempt(task: TaskTimeline, event: ev.RunsFinished | ev.AttemptFailed | ev.AttemptKept) -> Attempt | None:
     """Return the attempt that the event is about; None if it was not dispatched since the submission."""
     key = attrgetter("run_id_base", "attempt", "runner", "incarnation")
     return next((attempt for attempt in reversed(task.attempts) if key(attempt) == key(event)), None)

@@ -12,7 +12,7 @@ from statistics import median
 
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
 
-__all__ = ["Segment", "longest_segment", "segments"]
+__all__ = ["Segment", "longest_segment", "seen_until", "segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,9 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
         for attempt in last_task.attempts:
             add_until(attempt.dispatched_at, waiting_text)
             ended_at = attempt.ended_at or end
-            if (outage := _outage_start(attempt, outages)) is not None:
-                add_until(outage, _attempt_text(last_task, attempt, outage, usual), fault=True)
-                add_until(ended_at, "the whole system was down", fault=True)
-            else:
-                add_until(ended_at, _attempt_text(last_task, attempt, ended_at, usual), fault=_has_failed(attempt))
+            seen_at = seen_until(attempt, end, outages)
+            add_until(seen_at, _attempt_text(last_task, attempt, seen_at, usual), fault=_has_failed(attempt))
+            add_until(ended_at, "nothing was recorded: in this time the whole system died, and was down", fault=True)
         if last_task.state == "pending":
             add_until(end, waiting_text)
     if timeline.finalizing_at is not None:
@@ -73,11 +71,17 @@ def longest_segment(timeline: BatchTimeline, outages: Sequence[tuple[float, floa
     return max(faults or parts, key=lambda p: p.seconds, default=None)
 
 
-def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> float | None:
-    """Return the start of the outage that lost an attempt. The next coordinator's start records such a loss."""
-    if attempt.outcome != "runner_lost":
-        return None
-    return next((start for start, end in outages if end == attempt.ended_at), None)
+def seen_until(attempt: Attempt, end: float, outages: Sequence[tuple[float, float]]) -> float:
+    """Return when an attempt ended, or `end` if it goes on; if an outage lost it, its last sign of life.
+
+    The next coordinator's start records such a loss, so `attempt.ended_at` is the outage's end. The last sign is the
+    log's last event before it, or a later record in the attempt's journal.
+    """
+    if attempt.outcome == "runner_lost":
+        for outage_start, outage_end in outages:
+            if outage_end == attempt.ended_at:
+                return min(max(outage_start, attempt.played_until or 0.0), outage_end)
+    return attempt.ended_at or end
 
 
 def _has_failed(attempt: Attempt) -> bool:

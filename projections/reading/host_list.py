@@ -39,6 +39,7 @@ class HostRow:
     runners: list[str] = field(default_factory=list)
     """Runners alive now, or at the end of the log."""
     ready: list[str] = field(default_factory=list)
+    """Those that serve; none of a host whose processes are gone."""
     runner_places: int = 0
     """Maximum number of concurrent units on its ready runners."""
     units: int = 0
@@ -97,7 +98,7 @@ def host_list(
         is_alive = last_runner_lives[runner_life.runner] is runner_life and runner_life.how == "running"
         if is_alive and (row.there or not row.host):
             row.runners.append(runner_life.runner)
-            if runner_life.ready_at is not None:
+            if runner_life.ready_at is not None and row.there:
                 row.ready.append(runner_life.runner)
                 row.runner_places += runner_life.places
     if live is not None:

@@ -21,6 +21,8 @@ class JournalPart:
     run: int
     step: str = ""
     """Name of the step; empty for an answer."""
+    choice: int = 0
+    """Number of the answer among those to one request, from 0."""
     began: float
     """Seconds of play at its first record, counted over all attempts; `ended`: at its last."""
     ended: float
@@ -53,7 +55,7 @@ def journal_parts(data: bytes) -> list[JournalPart]:
             part.step = name.rpartition(" ")[0]
             part.finish = "done" if runs[run].steps[name, nth].done else ""
         else:
-            answer = runs[run].calls[name, nth][choice]
+            part.choice, answer = choice, runs[run].calls[name, nth][choice]
             part.finish, part.tokens, part.max_tokens = answer.finish, len(answer.tokens), answer.max_tokens
             part.model, part.versions = answer.model, [version for version, _, _ in answer.spans]
             part.splices, part.forbids = answer.splices, answer.forbids

@@ -7,6 +7,7 @@ the steps in between are lost with their weights.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -155,9 +156,9 @@ def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
     total = delivery.experiences
     usage.delivered += total
     usage.redone += sum(use.count for use in uses if use.undone)
-    # A trainer that takes from the queue may also acknowledge the batch to free its payloads; that is no use.
-    from_queue = any(use.taken for use in uses)
-    uses = [use for use in uses if use.taken == from_queue and not use.undone]
+    # A trainer that takes from the queue may then acknowledge the batch to free its payloads; that is no use.
+    first_take = next((use.position for use in uses if use.taken), math.inf)
+    uses = [use for use in uses if (use.taken or use.position < first_take) and not use.undone]
     cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
         covering_uses = [use for use in uses if use.first <= start and use.first + use.count >= end]

@@ -48,12 +48,13 @@ class RunnerIncarnation:
     ended_at: float | None
     how: str
     """`running`, `lost`, `retired`, `failed`, `quarantined` or `replaced`. `replaced`: its end was not recorded, for
-    example because the whole system ended, and a later life began at `ended_at`."""
+    example because the whole system died, and a later life began. `ended_at` is then the last event before that start,
+    since nothing later is known of it."""
     reason: str
     model_version: int
     attempts_lost: int
     seconds_lost: float
-    """Total time of the lost attempts, from dispatch to its end, without the time that the whole system was down."""
+    """Total time of the lost attempts, from dispatch to `ended_at`."""
 
     @property
     def state(self) -> str:
@@ -374,12 +375,26 @@ def visible_state(life: RunnerIncarnation, up: bool | None) -> str:
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
     """Return all lives, by runner and incarnation. One without a recorded end before the last is `replaced`."""
     columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
-    rows = connection.execute(sa.select(*columns).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
-    lives = [RunnerIncarnation(**row) for row in rows]
+    query = sa.select(_lives.c.first_position, *columns).order_by(_lives.c.runner, _lives.c.incarnation)
+    positions, lives = list[int](), list[RunnerIncarnation]()
+    for position, *values in connection.execute(query):
+        positions.append(position)
+        lives.append(RunnerIncarnation(**{column.name: value for column, value in zip(columns, values, strict=True)}))
     for i, (life, successor) in enumerate(pairwise(lives)):
         if successor.runner == life.runner and life.ended_at is None:
-            lives[i] = replace(life, how="replaced", ended_at=successor.started_at or successor.ended_at)
+            ended_at = _last_sign(connection, positions[i], positions[i + 1]) or successor.started_at
+            lives[i] = replace(life, how="replaced", ended_at=ended_at or successor.ended_at)
     return lives
+
+
+def _last_sign(connection: sa.Connection, after: int, before: int) -> float | None:
+    """Return the time of the last event before the last start of a coordinator between two positions, if any."""
+    e = schema.events.c
+    started = connection.execute(sa.select(e.position, e.commit_id).where(
+        schema.IS_RARE, e.type == "CoordinatorStarted", e.position > after, e.position < before
+    ).order_by(e.position.desc()).limit(1)).one_or_none()
+    last_event = started and connection.execute(before_start(started.position, started.commit_id)).one_or_none()
+    return None if last_event is None else float(last_event.recorded_at)
 
 
 def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:

@@ -149,18 +149,22 @@ class Payloads:
         missing_payloads: list[tuple[str, str]] = []
         unneeded_digests: list[str] = []
         next_needed = next(needed, None)
-        for digest in store.digests():
+        for digest, error in store.checked():
             while next_needed is not None and next_needed[0] < digest:
                 missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
             self.read_count += 1
             if next_needed is None or next_needed[0] != digest:
                 unneeded_digests.append(digest)
-                self._check_payload(store, digest, owner="")
+                owner = ""
             else:
-                if not self._check_payload(store, digest, next_needed[1]):
+                if isinstance(error, PayloadNotFound):
                     missing_payloads.append(next_needed)
+                owner = next_needed[1]
                 next_needed = next(needed, None)
+            if isinstance(error, CorruptPayload):
+                text = error.message
+                self.problems.add(f"{owner}: {text}{self._needs.way_out(digest)}" if owner else text)
             if progress and self.read_count % 100 == 0:
                 progress(self.read_count, max(self.read_count, needed_count))
         missing_payloads += [*([] if next_needed is None else [next_needed]), *needed]
@@ -177,16 +181,6 @@ class Payloads:
         if names:
             more = ", ..." if len(names) > MOST_NAMED else ""
             self.notes.append(f"{len(names)} {text}: {', '.join(names[:MOST_NAMED])}{more}")
-
-    def _check_payload(self, store: PayloadStore, digest: str, owner: str) -> bool:
-        """Return True if the payload exists, also if it is corrupt, which is reported. `owner`: "" if none needs it."""
-        try:
-            store.get(digest)
-        except PayloadNotFound:
-            return False
-        except CorruptPayload as e:
-            self.problems.add(f"{owner}: {e.message}{self._needs.way_out(digest)}" if owner else e.message)
-        return True
 
     def _still_needed(self, missing_payloads: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Return the missing payloads that were not freed since the events were read."""

@@ -13,7 +13,7 @@ from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
 from trinity_es.projections.event_texts import counted
 
 __all__ = [
-    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "restart_advice", "resume_advice", "resume_after_fix",
+    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "end_of_run", "restart_advice", "resume_advice", "resume_after_fix",
     "resume_command", "span", "unread", "weights_advice",
 ]
 
@@ -180,6 +180,13 @@ def resume_command(store: str) -> str:
     if (path := file_of(store)) is not None:
         store = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     return f"trinity-es resume {shlex.quote(store)}"
+
+
+def end_of_run(run: Mapping[str, Any]) -> list[str]:
+    """Return when the log of a run that is down ends, and its last trained step, as phrases. `run`: from `health`."""
+    last_at, trained = run.get("last_at"), run.get("trained")
+    return ([f"the log's last event was at {local_time(last_at)}"] if last_at else []) + (
+        [f"the last trained step is {trained}"] if trained is not None else [])
 
 
 def resume_after_fix(resume: str) -> str:

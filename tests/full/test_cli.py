@@ -97,7 +97,8 @@ def test_rebuild_makes_the_tables_again(log: Path) -> None:
 
 
 def test_down_where_nothing_runs_is_fine(log: Path) -> None:
-    assert told("down", "--log", log) == told("down", log) == {"was_running": False, "killed": 0, "left": []}
+    assert told("down", "--log", log) == told("down", log) == {
+        "was_running": False, "killed": 0, "left": [], "run": []}
 
 
 @pytest.mark.parametrize(("most", "verdict"), [(1024, "note"), (40, "wrong")])

@@ -17,8 +17,8 @@ from trinity_es.environments import installs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.store.payloads.payloads import open_payloads
-from trinity_es.events.values import batch_stream
-from trinity_es.projections.reading.log_reader import Log
+from trinity_es.events.values import batch_stream, local_time
+from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.run import single_task
 from trinity_es.system import running_system
 
@@ -51,8 +51,10 @@ def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
 
 @pytest.mark.parametrize(("total", "trained", "said"), [
     (2, True, "the run is complete, with step 2"),
-    (2, False, "the run's last step is 2 of 2, and `trinity-es resume {log}` goes on with it"),
-    (9, True, "the run's last step is 2 of 9, and `trinity-es resume {log}` goes on with it"),
+    (2, False, "the run's last step is 2 of 2, the log's last event was at {end}, the last trained step is 1, and "
+               "`trinity-es resume {log}` goes on with it"),
+    (9, True, "the run's last step is 2 of 9, the log's last event was at {end}, the last trained step is 2, and "
+               "`trinity-es resume {log}` goes on with it"),
     (None, True, "`trinity-es resume {log}` goes on with it, or says that it is complete"),
 ])
 def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: bool, said: str) -> None:
@@ -64,12 +66,16 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
         learned = [ev.BatchTrained(step=step)] if trained or step == 1 else []
         events += [(f"batch/{step}", [batch, *ended, *learned]),
                    ("taskset/sums", [ev.TasksetAdvanced(taskset="sums", batch_id=step, epoch=0, offset=step)])]
+        if learned:
+            events.append(("weights", [ev.WeightsPublished(version=step, method="checkpoint", path="")]))
     write(path, events)
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
-    said = said.format(log=path)
+    with open_log(str(path)) as log:
+        end = local_time(next(log.rare(descending=True)).recorded_at)
+    said = said.format(log=path, end=end)
     assert f"no batch is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
-    assert "no batch is open: `trinity-es status` shows" in cli("why", "--log", path).stdout
+    assert cli("why", "--log", path).stdout == done.stdout.splitlines()[-1] + "\n", "it says as much as status"
 
 
 def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
@@ -158,6 +164,8 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
         told = cli("status", *words)
         assert told.exit_code == 1
         assert "its trainer (pid 7) died in the middle of it; start it again" in told.stdout
+    why = cli("why", "--log", path)
+    assert (why.exit_code, why.stdout) == (0, told.stdout.splitlines()[-1].removeprefix("! ") + "\n")
 
 
 def test_status_says_where_a_run_has_no_batch_yet(path: Path) -> None:

@@ -157,7 +157,7 @@ def test_up_serves_status_is_well_and_down_leaves_nothing(tmp_path: Path) -> Non
         assert "already" in twice.stderr
     finally:
         down = run("down", config, "--json", cwd=tmp_path)
-    assert json.loads(down.stdout) == {"was_running": True, "killed": 0, "left": []}
+    assert json.loads(down.stdout) == {"was_running": True, "killed": 0, "left": [], "run": []}
     assert left_of(config) == []
 
 

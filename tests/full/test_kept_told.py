@@ -30,6 +30,7 @@ def lost(path: Path, *, ended: bool) -> Path:
         chunk(run, 0.5, "b", 0, 0, 0, KeptAnswer(tokens=[104] * 3, spans=[[4, 0, 3]], finish="stop", model="m")),
         step(run, 0.6, "pay ab12", 0, done=False), step(run, 0.8, "pay ab12", 0, done=True, value=1),
         chunk(run, 1.0, "c", 0, 0, 0, KeptAnswer(tokens=[104, 105], logprobs=[-0.1, -0.2], splices=[1], max_tokens=9)),
+        chunk(run, 1.0, "c", 0, 1, 0, KeptAnswer(tokens=[104], max_tokens=9)),  # the other answer to this request
     ])
     journals = open_journals(str(path))
     journals.append(("runner-2", 1), 0, record, durable=True)
@@ -83,12 +84,13 @@ def test_show_draws_the_attempts_of_a_task_with_their_answers_steps_and_splices(
     lives = [line.split() for line in drawn.splitlines() if line.startswith("  attempt")]
     assert [(line[1], line[-3:]) for line in lives] == [
         ("1", ["runner-2", "#1:", "runner_lost"]), ("2", ["runner-1", "#1:", "finished"])]
-    assert "run 0 goes on from answer 3 tokens (stop) → step pay → answer 2/9 tokens (partial) spliced at 1\n" in drawn
+    assert ("run 0 goes on from answer 3 tokens (stop) → step pay → 2 answers to one request (2/9 tokens (partial) "
+            "spliced at 1; 1/9 tokens (partial))\n") in drawn
     document = json.loads(cli("show", 3, "--task", 0, "--json", "--log", path).stdout)
     first, second = document["attempts"]
     assert (first["parts"], second["kept"]["tokens"]) == ([], 3840)
     assert [(part["step"], part["finish"], part["tokens"], part["splices"]) for part in second["parts"]] == [
-        ("", "stop", 3, []), ("pay", "done", 0, []), ("", "", 2, [1])]
+        ("", "stop", 3, []), ("pay", "done", 0, []), ("", "", 2, [1]), ("", "", 1, [])]
     assert all("kept" not in run for run in document["runs_made"])  # it is told once, with its attempt
 
 

@@ -90,18 +90,21 @@ def summary_and_line(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(path: Path) -> None:
+    kept = ev.AttemptKept(**LIFE, task=0, run_id_base=0, runs=1, attempt=1, payload="p", calls=0, open_calls=1,
+                          tokens=100, steps=0, seconds=9.0)  # it went on after the last event
     began = [ev.CoordinatorStarted(epoch=epoch, pid=1, host="h", version="1") for epoch in (1, 2)]
     write(path, [
         (0, "system", began[0]), (5, "runner/runner-0", READY), (10, "batch/1", submitted(1)),
         (14, "batch/1", done(300)),  # and all is killed
         (100, "clock", ev.ClockStepped(seconds=1.0, before=14.0)), (100, "system", began[1]),
-        (100, "runner/runner-0", ev.RunnerLost(**LIFE, reason="its system is gone")),
+        (100, "batch/1", kept),
+        (112, "runner/runner-0", ev.RunnerStarted(runner="runner-0", incarnation=2, pid=1, host="h", engine="vllm")),
         (112, "runner/runner-1", ev.RunnerReady(**OTHER, places=1, model_version=0, load_seconds=12.0)),
         (116, "batch/1", done(500)), (116, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
     ])
     told, line = summary_and_line(path)
-    assert told["tokens_per_second"] == pytest.approx(800 / (4 + 4))
-    assert "  800 tokens  40 tokens/s" in line
+    assert told["tokens_per_second"] == pytest.approx(700 / (4 + 4))
+    assert "  800 tokens (100 of them before the whole system ended)  35 tokens/s" in line
     assert line.endswith("  20.00 s")
 
 
@@ -166,7 +169,7 @@ def test_an_eval_that_gave_nothing_is_counted_and_named(
     said = capsys.readouterr().out
     assert "batches          6 (3 to train on, 3 evals, 1 without a reward)\n" in said
     assert "eval reward      none in the first eval, 0.500 in the last\n" in said
-    assert "tokens           900 generated, 60 a second while engines served\n" in said
+    assert "tokens           900 generated, 60 a second while a batch was open and engines served\n" in said
     for log, named in (
         ("my run/log.sqlite", "--log 'my run/log.sqlite'"), ("postgresql://me:***@db/x", "--config CONFIG"),
     ):

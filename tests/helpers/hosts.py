@@ -157,7 +157,8 @@ def head_of(
     port = port or free_port()
     system = {"log_dir": str(folder / "head-logs"), **sections.pop("system", {})}
     reached = {"address": f"127.0.0.1:{port}", "timeout": 10.0, **(hosts or {})}
-    config = scripted(folder / "head", store={"url": url}, hosts=reached, system=system, **sections)
+    store = {"url": url, **sections.pop("store", {})}
+    config = scripted(folder / "head", store=store, hosts=reached, system=system, **sections)
     lifecycle.start(config)
     client = trinity_es.connect(config)
     try:

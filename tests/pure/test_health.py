@@ -138,9 +138,15 @@ def test_a_person_is_shown_what_a_runner_waits_for() -> None:
      "no batch is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
     ({"step": 5, "total_steps": None, "complete": None},
      "the run's last step is 5, and `trinity-es resume s` goes on with it, or says that it is complete"),
+    ({"step": 5, "total_steps": 9, "complete": False, "trained": 4, "last_at": 1e9},
+     f"the run's last step is 5 of 9, the log's last event was at {local_time(1e9)}, the last trained step is 4, and "
+     "`trinity-es resume s` goes on with it"),
 ])
 def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any] | None, said: str) -> None:
     assert shown(DOWN | {"run": run}).endswith(f"{said}\n")
+    hangs = "when its process 7 has ended (`kill -9 7` if it hangs), `trinity-es resume s`"
+    held = shown(DOWN | {"run": run, "held": {"explorer": 7, "trainer": 7}})
+    assert held.endswith(said.replace("`trinity-es resume s`", hangs) + "\n")
 
 
 @pytest.mark.parametrize(("run", "told"), [
@@ -171,6 +177,10 @@ def test_a_trainer_that_was_killed_between_two_batches_is_told(run: dict[str, An
                         ({"explorer": 7, "trainer": 8}, "its explorer (pid 7) and its trainer (pid 8)")):
         for line in wrong(found | {"killed": killed}):
             assert f": {who} died in the middle of it; " in line
+    facts = f"(the log's last event was at {local_time(1e9)}, the last trained step is 4); "
+    if run is not None:
+        for line in wrong(found | {"run": run | {"trained": 4, "last_at": 1e9}}):
+            assert f"died in the middle of it {facts}" in line
 
 
 @pytest.mark.parametrize(("step", "said"), [(None, ", and no trainer has acknowledged it"), (7, "")])

@@ -318,6 +318,10 @@ def test_j4_a_log_of_such_a_run_is_read_without_the_packages(tmp_path: Path, com
         assert f"t is hub:people/letters train at {COMMIT}" in done.output
     if command == ["prompts"]:
         assert "no batch ever held: 2" in done.output
+    if command[0] in ("events", "prompts"):
+        assert " of epoch 1" in done.output  # one word and one count for one thing
+    if command[0] == "replay":
+        assert f"trained in step   {'not trained' if 'open' in command else 'none: it is an eval'}\n" in done.output
 
 
 @pytest.mark.usefixtures("without_packages")

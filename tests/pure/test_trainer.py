@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
+from trinity_es.projections.reading.resume_point import ResumePoint
 from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.trainer import learn
 
@@ -92,3 +93,18 @@ async def test_a_checkpoint_of_another_run_that_appeared_meanwhile_is_not_writte
     with pytest.raises(ConfigError, match="global_step_1 exists already, but this run did not make it"):
         await weights.save(Mock(), Mock(save=Mock(side_effect=AssertionError("written over"))), 1)
     assert list(theirs.iterdir()) == []
+
+
+async def test_a_copy_of_a_run_does_not_take_the_checkpoints_of_its_original(tmp_path: Path) -> None:
+    def weights(log: str) -> TrainerCheckpoints:
+        return TrainerCheckpoints(Config.from_dict(
+            {"trainer": {"class": "a:B"}, "store": {"url": f"sqlite:///{tmp_path}/{log}"}}, folder=tmp_path))
+
+    (tmp_path / "log.sqlite").touch()
+    await weights("log.sqlite").save(AsyncMock(), Mock(save=lambda path: Path(path).mkdir()), 1)
+    point = ResumePoint(checkpoint_version=1)
+    weights("log.sqlite").require_no_others(point)
+    with pytest.raises(ConfigError, match=r"belongs to the run in \S+/log\.sqlite, of which"):
+        weights("copy.sqlite").require_no_others(point)
+    (tmp_path / "log.sqlite").rename(tmp_path / "moved.sqlite")
+    weights("moved.sqlite").require_no_others(point)

@@ -1,7 +1,7 @@
-"""Checks of `doctor --host`: can this machine join the run of a store? They join nothing and write nothing.
+"""Checks of `doctor --host`: can this machine join the run of a store? They join nothing, and leave nothing written.
 
-They check the database, then the log's record of the run and its head, then the head itself, over the connection that
-a joining host uses.
+They check the database and the place of payloads, then the log's record of the run and its head, then the head itself,
+over the connection that a joining host uses.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from trinity_es.actors.engines.devices import device_counts
 from trinity_es.actors.hosts.head_client import HeadDialer, NotOurs
 from trinity_es.actors.hosts.host_comparison import digest_of, facts
 from trinity_es.actors.system_key import host_key, key_place, read_key
-from trinity_es.cli.doctor_findings import Finding
+from trinity_es.cli.doctor_findings import Finding, payloads_finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads.payload_place import read_place
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system
 
@@ -60,6 +61,8 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
         return
     with log:
         yield from _database_findings(log, url)
+        if place := log.query(read_place):
+            yield payloads_finding(place)
     config: Config | None = None
     try:
         config = config_of(url, own_name, overrides, Path.cwd() / f"trinity-es-{own_name}", key_file)

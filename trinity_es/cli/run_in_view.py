@@ -19,7 +19,7 @@ import typer
 
 from trinity_es.cli.common import note
 from trinity_es.cli.render.batch_tables import console
-from trinity_es.cli.render.progress import RunView
+from trinity_es.cli.render.progress import RunView, kept_tokens
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
@@ -188,13 +188,15 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
     earlier = list(_events_before_resubmission(log, rows))
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
+    streams = {r.stream for r in log.rare(["AttemptKept"])}
+    kept = sum(kept_tokens(log, b) for b in rows if batch_stream(b.batch_id) in streams)
     serving_seconds, published_count = _serving_seconds(log, ended_at), log.count_weights()
     return {
         "log": _short_url(settings), "batches": len(rows), "train_batches": len(trained),
         "weight_versions": published_count and published_count + 1,  # with version 0, if any other was published
         "model_version": log.model_version(), "response_tokens": tokens,
         "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
-        "tokens_per_second": tokens / serving_seconds if serving_seconds else 0.0,
+        "tokens_per_second": (tokens - kept) / serving_seconds if serving_seconds else 0.0,
         "failed_attempts": sum(b.failed_attempts for b in rows) + sum(isinstance(e, ev.AttemptFailed) for e in earlier),
         "seconds": ended_at - begun_at, "rewards": [b.reward for b in trained], "evals": evals,
         "eval_reward_before": evals[0]["reward"] if evals else None,
@@ -273,7 +275,7 @@ def print_summary(run: dict[str, Any]) -> None:
         evals += f", {unrewarded_count} without a reward"
     print(f"\nbatches          {run['batches']} ({run['train_batches']} to train on, {evals})")
     print(f"tokens           {run['response_tokens']:,} generated, {run['tokens_per_second']:,.0f} a second "
-          "while engines served")
+          "while a batch was open and engines served")
     versions = counted(run["weight_versions"] or 1, "version")
     print(f"weights          {versions}, the last is {run['model_version']}")
     print(f"failed attempts  {run['failed_attempts']}")

@@ -14,7 +14,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced, WeightsPublished
+from trinity_es.events.vocabulary import BatchTrained, HostJoined, TasksetAdvanced, WeightsPublished
 from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
@@ -105,7 +105,7 @@ def look(config: Config) -> dict[str, Any]:
     `up`: whether the system runs; `batches`: the open ones; `problems`: a line each; `ends`: why the processes of a
     system are ending; `led_by`: the leader of a run in which this machine takes no part; `last_batch`: the batch that
     ended last; `run`: progress of the `trinity-es run` in the log; `killed`: pids of the explorer and trainer that were
-    killed on this machine.
+    killed on this machine; `held`: pids of those that live.
     """
     from trinity_es.system import run_lock, running_system
 
@@ -114,6 +114,7 @@ def look(config: Config) -> dict[str, Any]:
         "keeper_ended": running_system.ended_keeper(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
         "ends": "", "led_by": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
+        "held": run_lock.holders(config),
     }
     admin = running_system.find(config)
     try:
@@ -235,7 +236,8 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
 def _run_progress(log: Log) -> dict[str, Any] | None:
     """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
 
-    `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell.
+    `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell;
+    `trained`: the last trained step, None if there is none; `last_at`: unix seconds of the log's last event.
     A run with a trainer is complete when the weights of its last step are saved.
     """
     newest = log.batches(batch_type="train", descending=True, limit=1)
@@ -255,7 +257,11 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
     complete: bool | None = is_last_over
     if is_last_over:
         complete = None if total_steps is None else step >= total_steps
-    return {"step": step, "total_steps": total_steps, "complete": complete}
+    trained = next((r.event.step for r in log.rare(["BatchTrained"], descending=True, limit=1)
+                    if isinstance(r.event, BatchTrained)), None)
+    last = log.at(log.head().position)
+    return {"step": step, "total_steps": total_steps, "complete": complete, "trained": trained,
+            "last_at": last and last.recorded_at}
 
 
 def _last_step_of_tasksets(log: Log, config: Mapping[str, Any], step: int) -> int | None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trinity_es.client.silent_system import stopped_processes
 from trinity_es.config.config import Config
-from trinity_es.projections.why.answer import ADD_SERVER, Why, resume_advice, resume_after_fix, resume_command, span
+from trinity_es.projections.why.answer import (
+    ADD_SERVER,
+    Why,
+    end_of_run,
+    resume_advice,
+    resume_after_fix,
+    resume_command,
+    span,
+)
 from trinity_es.projections.why.runners import coordinator_away, problem
 from trinity_es.projections.why.system_state import SystemSnapshot, with_live
 from trinity_es.safe_text import plain
@@ -46,7 +54,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
             yield (f"no actor system runs on this store, though {progress}{_open_count(len(whys))} open: "
                    f"{remedy}")
         elif not (health.get("run") and health["run"]["complete"]):
-            yield from _interrupted_run(health.get("killed") or {}, resume)
+            yield from _interrupted_run(health.get("killed") or {}, resume, health.get("run") or {})
         return
     if live is None and (stopped_pids := stopped_processes(health["admin"]["pid"])):
         pids = " ".join(map(str, stopped_pids))
@@ -98,7 +106,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
             yield f"batch {why.batch_id} is stalled: {why.sentence}{more}"
 
 
-def _interrupted_run(killed: dict[str, int], resume: str) -> Iterator[str]:
+def _interrupted_run(killed: dict[str, int], resume: str, run: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem if processes of a run were killed: `killed` has their pids by role (explorer, trainer)."""
     if not killed:
         return
@@ -107,7 +115,8 @@ def _interrupted_run(killed: dict[str, int], resume: str) -> Iterator[str]:
     else:
         processes = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
     remedy = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
-    yield f"the run did not end in order: {processes} died in the middle of it; {remedy}"
+    facts = f" ({', '.join(end_of_run(run))})" if end_of_run(run) else ""
+    yield f"the run did not end in order: {processes} died in the middle of it{facts}; {remedy}"
 
 
 def _host_fault(host: dict[str, Any]) -> str | None:

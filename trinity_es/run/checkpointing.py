@@ -61,7 +61,8 @@ class TrainerCheckpoints:
         self.path_changed = False
         """True if the current weights are at another path than the log says, since the run's folders were moved."""
         self._unpublished_file = self._checkpoints.folder / "begun.json"
-        """File that names a checkpoint's step and its run while that checkpoint is written and not published yet."""
+        """File that names the run which writes into this folder, and the step of its checkpoint that is being written;
+        0 if that is published."""
 
     @property
     def diskless(self) -> bool:
@@ -97,7 +98,7 @@ class TrainerCheckpoints:
         return point
 
     def require_no_others(self, point: ResumePoint) -> None:
-        """Raise ConfigError if the folder holds newer checkpoints of another run.
+        """Raise ConfigError if the folder is the original's of this copy, or has newer checkpoints of other runs.
 
         Only the process that writes this run's checkpoints may call it: to others a checkpoint that the trainer is just
         publishing looks like another run's.
@@ -108,6 +109,10 @@ class TrainerCheckpoints:
             names = ", ".join(f"global_step_{step}" for step in foreign_steps)
             raise ConfigError(f"{self._checkpoints.folder} holds checkpoints that this run did not make ({names}): "
                               "move them away, or choose another `name`")
+        owner = self._checkpoints.folder / str(self._noted().get("store", ""))  # relative, if it is a file
+        if newest and owner.is_file() and self._unpublished_step() is None:
+            raise ConfigError(f"{self._checkpoints.folder} belongs to the run in {owner.resolve()}, of which this log "
+                              "is a copy: choose another `name` or `checkpoint_root_dir`")
 
     # --- resume -----------------------------------------------------------------------------------------------------
     def remove_unpublished(self, point: ResumePoint) -> None:
@@ -119,11 +124,19 @@ class TrainerCheckpoints:
 
     def _unpublished_step(self) -> int | None:
         """Return the step whose checkpoint this run began to write and did not publish, if there is one."""
+        noted = self._noted()
+        return int(noted["step"]) if noted.get("store") == self._store_id() else None
+
+    def _noted(self) -> dict[str, Any]:
+        """Return what the folder's file says of the run that writes into it; empty if there is none."""
         try:
-            unpublished = json.loads(self._unpublished_file.read_bytes())
+            return dict(json.loads(self._unpublished_file.read_bytes()))
         except (OSError, ValueError):
-            return None
-        return int(unpublished["step"]) if unpublished["store"] == self._store_id() else None
+            return {}
+
+    def _note(self, step: int) -> None:
+        self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
+        self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
 
     def _store_id(self) -> str:
         """Return this run's store, which identifies it; for a SQLite file its path relative to the checkpoints."""
@@ -188,11 +201,10 @@ class TrainerCheckpoints:
         if path.exists() and self._unpublished_step() != step:
             raise ConfigError(f"{path} exists already, but this run did not make it: move it away, and `resume` "
                               "continues the run")
-        self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
-        self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
+        self._note(step)
         await asyncio.to_thread(call_trainer, trainer.save, str(path), step=step)
         await rollouts.sync_weights(step, path)
-        self._unpublished_file.unlink(missing_ok=True)
+        self._note(0)
         self.saved_step = step
         for old_step in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(self._checkpoints.path(old_step), ignore_errors=True)

@@ -19,6 +19,8 @@ from trinity_es.events.errors import StartupError
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.checks.log_end import Claim
+from trinity_es.events.store.payloads.object_store import Objects
+from trinity_es.events.store.payloads.payload_place import folder_of
 from trinity_es.safe_text import does
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
@@ -30,6 +32,8 @@ __all__ = ["start", "start_here", "stop", "wait_ready"]
 _log = logging.getLogger(__name__)
 START_LOCK_SECONDS = 120.0
 """Seconds to wait for another start in the same log folder."""
+BUCKET_SECONDS = 20.0
+"""Seconds to wait for a bucket that does not answer, as commands do."""
 
 
 def start(
@@ -39,11 +43,15 @@ def start(
 
     Engines still load then (`wait_ready`). Leftovers of an earlier life, which may hold a GPU, are ended first. The
     system ends with this process, however that ends; with `detach` it stays up until `trinity-es down`. `keeper` and
-    `detach` override `system.keeper` and `system.detach`; without `create` the log must exist. Raises AlreadyRunning,
-    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the failed process's log).
+    `detach` override `system.keeper` and `system.detach`; without `create` the log must exist. Waits for a bucket that
+    does not answer. Raises AlreadyRunning, LogNotFound, LogUnavailable, ConfigError, WrongKey, LogRewound, StartupError
+    (with the end of the failed process's log).
     """
     config.check()
     make_private_folder(config.system.log_dir)
+    place = config.store.payloads
+    if place and folder_of(place) is None:  # here, since the keeper's warnings are in its text log
+        Objects(place, BUCKET_SECONDS, lambda e: _log.warning("the start waits: %s", e)).require()
     detach = config.system.detach if detach is None else detach
     owner = None if detach else {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     if config.system.keeper if keeper is None else keeper:

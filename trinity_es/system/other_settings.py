@@ -8,7 +8,7 @@ from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
 from trinity_es.events.errors import ConfigError, LogError
 from trinity_es.events.values import shown
-from trinity_es.projections.reading.diff import OWN, Change, changes
+from trinity_es.projections.reading.diff import MISSING, OWN, Change, changes
 from trinity_es.projections.reading.log_reader import open_log
 
 __all__ = ["other_settings", "require_same_settings", "settings_phrase"]
@@ -62,6 +62,7 @@ def settings_phrase(settings: Iterable[Change]) -> str:
     phrases = []
     for change in settings:
         is_long = isinstance(change.before, list | dict) or isinstance(change.after, list | dict)
-        values = "has changed" if is_long else f"was {shown(change.before)} and is {shown(change.after)}"
+        before, after = ("not set" if value == MISSING else shown(value) for value in (change.before, change.after))
+        values = "has changed" if is_long else f"was {before} and is {after}"
         phrases.append(f"{change.path} {values}")
     return ", ".join(phrases)

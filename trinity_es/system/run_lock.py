@@ -14,7 +14,7 @@ from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.system import running_system
 
-__all__ = ["Role", "RunLock", "hold", "killed"]
+__all__ = ["Role", "RunLock", "hold", "holders", "killed"]
 
 Role = Literal["explorer", "trainer"]
 LOCK_SECONDS = 0.3
@@ -96,12 +96,22 @@ def hold(config: Config, role: Role) -> None:
 
 def killed(config: Config) -> dict[Role, int]:
     """Return, by role, the pids of holders on this machine that ended without releasing their lock of this store."""
+    return _pids(config, held=False)
+
+
+def holders(config: Config) -> dict[Role, int]:
+    """Return, by role, the pids of living processes on this machine that hold the locks of this store."""
+    return _pids(config, held=True)
+
+
+def _pids(config: Config, *, held: bool) -> dict[Role, int]:
+    """Return, by role, the pids in the files of locks that are held, or that are not."""
     pids: dict[Role, int] = {}
     role: Role
     for role in get_args(Role):
         with suppress(OSError, ValueError, IndexError):  # no holder yet, or it released the lock
             pid = int(running_system.lock_file(config, role).read_text().split()[0])
-            if not RunLock.is_held(config, role):
+            if RunLock.is_held(config, role) == held:
                 pids[role] = pid
     return pids
 

@@ -1,6 +1,7 @@
 """Move of a log's payloads to another place: copy, read back, then switch the recorded place.
 
-The place changes last, so a move that was killed can be run again, and leaves what is copied already.
+The place changes last, so a move that was killed can be run again, and leaves what is copied already. If it was killed
+while it deleted old copies in the log's own place, the same move deletes the others.
 """
 
 from __future__ import annotations
@@ -63,15 +64,17 @@ def move_payloads(
         place, original, epoch = database.read(lambda c: (read_place(c), original_of(database, c), _epoch(c)))
         if original and delete:
             raise ConfigError(f"--delete would delete the payloads of {original}, of which this log is a copy")
-        if place and place == wanted:
+        if place and place == wanted and original:
             database.write(lambda c: _switch(database, c, place, epoch))
             return Moved(place)
         new_place = database.read(lambda c: place_below(c, wanted)) if wanted else ""
         if original and place == new_place:
             new_place += f"-{digest_of(database.place.encode())[:8]}"
+        if not original and (place in (wanted, new_place) or (wanted and place.rpartition("/")[0] == wanted)):
+            if not (delete and place):
+                return Moved(place)
+            place, new_place = "", place  # a move that was killed may have left copies in the log's own place
         moved = Moved(new_place)
-        if not original and (place == new_place or (wanted and place.rpartition("/")[0] == wanted)):
-            return Moved(place)
         try:
             source = open_place(url, place, create=False)
         except LogNotFound:  # the log names no payloads yet

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import islice
 from typing import Any, TypeVar
 
 from trinity_es.events.errors import ConfigError, LogUnavailable
@@ -21,6 +22,7 @@ from trinity_es.events.store.payloads.payload_store import (
     DIGEST,
     Buffer,
     PayloadStore,
+    Unusable,
     digest_of,
     not_found,
     require_digest,
@@ -34,6 +36,8 @@ CONNECT_SECONDS, REQUEST_SECONDS = 5, 30
 """Time limits of a connection and of a request, after which it is repeated."""
 MOST_REQUESTS = 16
 """Number of payloads that one call reads at once."""
+PART = 256
+"""Number of payloads that are checked by the same threads."""
 
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """Beginning of the names of the environment's variables, by scheme."""
@@ -74,12 +78,22 @@ class Objects(PayloadStore):
         return require_digest(digest, data, self._url)
 
     def get_all(self, digests: Sequence[str], *, mapped: bool = False) -> Iterator[Buffer]:
+        return self._at_once(self.get, digests)
+
+    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+        digests = self.digests()
+        while part := list(islice(digests, PART)):
+            yield from zip(part, self._at_once(self.reading_error, part), strict=True)
+
+    @staticmethod
+    def _at_once(read: Callable[[str], T], digests: Sequence[str]) -> Iterator[T]:
+        """Yield the result of `read` for each digest, in order; up to `MOST_REQUESTS` are read at once."""
         if len(digests) < 2:
-            yield from map(self.get, digests)
+            yield from map(read, digests)
             return
         with ThreadPoolExecutor(min(MOST_REQUESTS, len(digests)), thread_name_prefix="objects") as threads:
             try:
-                yield from threads.map(self.get, digests)
+                yield from threads.map(read, digests)
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)  # after an error or an early end
 

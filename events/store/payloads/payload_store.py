@@ -13,11 +13,13 @@ from typing import Protocol, TypeVar
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 
 __all__ = [
-    "DIGEST", "Buffer", "PayloadStore", "digest_of", "inline", "inlined", "is_inline", "not_found", "require_digest",
+    "DIGEST", "Buffer", "PayloadStore", "Unusable", "digest_of", "inline", "inlined", "is_inline", "not_found",
+    "require_digest",
 ]
 
 Bytes = TypeVar("Bytes", bytes, mmap.mmap)
 Buffer = bytes | mmap.mmap
+Unusable = CorruptPayload | PayloadNotFound
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _INLINE = "data:"
@@ -62,17 +64,23 @@ class PayloadStore(Protocol):
         """Return entries of the store that are no payloads, left by a put that died or by other software."""
         return []
 
+    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+        """Read everything; yield each digest, in order, with the error of reading it, or None."""
+        for digest in self.digests():
+            yield digest, self.reading_error(digest)
+
+    def reading_error(self, digest: str) -> Unusable | None:
+        """Read a payload, and return the error; None if it is sound."""
+        try:
+            self.get(digest)
+        except (CorruptPayload, PayloadNotFound) as e:
+            return e
+        return None
+
     def verify(self) -> list[str]:
         """Read everything, and return all problems, each naming its digest; [] if the store is sound."""
-        problems = []
-        for digest in self.digests():
-            try:
-                self.get(digest)
-            except CorruptPayload as e:
-                problems.append(e.message)
-            except PayloadNotFound:
-                pass  # deleted meanwhile
-        return problems
+        # one that is not found was deleted meanwhile
+        return [error.message for _, error in self.checked() if isinstance(error, CorruptPayload)]
 
     def close(self) -> None:
         """Close connections."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.handmade import finished, write
+from tests.helpers.s3_server import BUCKET, S3Server
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads
+from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads, settle_place
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
 
@@ -35,9 +38,13 @@ def trained(batch_id: BatchId, raw: str, delivered: str, step: int | None) -> tu
 class Place:
     """A log, its payloads, and retention over them as a coordinator would have it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, payloads: str = "") -> None:
+        """`payloads`: the place that the log records."""
         self.url = f"sqlite:///{folder / 'log.sqlite'}"
         self.path = folder / "log.sqlite"
+        if payloads:
+            EventLog.open(self.url, create=True, projectors=projectors()).close()
+            settle_place(self.url, payloads)
         self.payloads: PayloadStore = open_payloads(self.url)
         self.log: EventLog | None = None
         self.posted = 0
@@ -94,6 +101,24 @@ def test_a_payload_that_a_batch_still_refers_to_stays_whoever_else_was_freed(pla
         assert log.verify() == []
         [event] = [r.event for r in log.read(types=["PayloadsFreed"])]
         assert event == ev.PayloadsFreed(batches=[1, 2], payloads=1, bytes=3)
+
+
+def test_payloads_in_s3_are_freed_and_those_of_another_log_with_the_same_content_stay(
+    tmp_path: Path, s3: S3Server
+) -> None:
+    bucket_url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    place, other = Place(tmp_path / "a", bucket_url), Place(tmp_path / "b", bucket_url)
+    texts = ["old", "new"]
+    old, new = (place.put(t) for t in texts)
+    other.put("old")
+    write(place.path, [trained(1, old, old, 1), trained(2, new, new, 2)])
+    place.retention(1).wake()
+    wait_until(lambda: place.there(*texts) == ["new"], "the payload of batch 1 to be gone", 30)
+    assert (place.freed(), other.there("old"), verify_log(place.url).problems) == ([1], ["old"], [])
+    assert place.log is not None
+    place.log.close()
 
 
 def test_what_was_never_acknowledged_and_what_is_new_enough_stays(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import sys
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ from trinity_es.events.store.payloads.move import move_payloads
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import recorded_place, require_place_url
 from trinity_es.events.store.payloads.payloads import digest_of, open_payloads, patient, settle_place
+from trinity_es.projections.verify.log import verify_log
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,42 @@ def test_http_has_to_be_allowed(bucket_url: str, monkeypatch: pytest.MonkeyPatch
         Objects(bucket_url, 5.0).require()
 
 
+def _doctor_on(place: str, folder: Path) -> Any:
+    """Return what `doctor` finds out about a config's place of payloads."""
+    config = folder / "config.yaml"
+    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{payloads: '{place}'}}\n")
+    done = cli("doctor", config, "--json")
+    [found] = [f for f in json.loads(done.stdout)["findings"] if f["what"] == "payloads"]
+    assert done.exit_code == (found["verdict"] != "ok")
+    return found
+
+
+def test_doctor_writes_reads_and_deletes_an_object(bucket_url: str, tmp_path: Path) -> None:
+    found = _doctor_on(bucket_url, tmp_path)
+    assert (found["verdict"], "written, read and deleted" in found["told"]) == ("ok", True)
+    assert list(Objects(bucket_url, 1.0).digests()) == []
+
+
+def test_doctor_names_what_is_wrong_with_a_place(
+    own_s3: S3Server, bucket_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no such bucket" in _doctor_on("s3://no-such-bucket/x", tmp_path)["told"]
+    assert _doctor_on(f"file://{tmp_path}/not-mounted", tmp_path)["verdict"] == "missing"
+    assert _doctor_on(f"file://{tmp_path}", tmp_path)["verdict"] == "ok"
+    with refusing_server(403, "AccessDenied", 1) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        assert "check AWS_..." in _doctor_on(bucket_url, tmp_path)["told"]
+
+
+def test_doctor_looks_at_the_place_that_the_log_records(url: str, bucket_url: str, tmp_path: Path) -> None:
+    settle_place(url, bucket_url)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{url: '{url}'}}\n")
+    findings = json.loads(cli("doctor", config, "--json").stdout)["findings"]
+    [found] = [f for f in findings if f["what"] == "payloads"]
+    assert recorded_place(url, patience=1.0) in found["told"]
+
+
 def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.MonkeyPatch, own_s3: S3Server) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1/a-secret-of-tests")
     with pytest.raises(LogUnavailable) as caught:
@@ -156,24 +195,37 @@ def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.Monkey
     assert "a-secret-of-tests" not in f"{caught.value} {caught.value.__cause__}"
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize(("status", "code", "passing"), [
     (503, "SlowDown", True), (500, "InternalError", True), (429, "TooManyRequests", True), (403, "AccessDenied", False),
 ])
 def test_what_passes_is_waited_for_and_what_does_not_is_told_at_once(
-    status: int, code: str, passing: bool, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+    status: int, code: str, passing: bool, scheme: str, own_s3: S3Server, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that refuses twice."""
+    secret = base64.b64encode(b"a-secret-of-tests").decode()
     with refusing_server(status, code, 2) as address:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        store, told = Objects(bucket_url, 5.0), list[Exception]()
+        account = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": secret,
+                   "private_key_id": ""}
+        (tmp_path / "account.json").write_text(json.dumps(account))
+        for name, value in {
+            "AWS_ENDPOINT_URL": address, "AZURE_ENDPOINT": address, "AZURE_ALLOW_HTTP": "true",
+            "AZURE_STORAGE_ACCOUNT_NAME": "tester", "AZURE_STORAGE_ACCOUNT_KEY": secret, "GOOGLE_ALLOW_HTTP": "true",
+            "GOOGLE_SERVICE_ACCOUNT": str(tmp_path / "account.json"),
+        }.items():
+            monkeypatch.setenv(name, value)
+        store, told = Objects(f"{scheme}://{BUCKET}/x", 5.0), list[Exception]()
         started = time.monotonic()
         if passing:
             assert store.patient(5.0, told.append).put(b"tokens") == digest_of(b"tokens")
             assert len(told) == 1, "once is enough"
         else:
-            with pytest.raises(LogUnavailable, match="refuses the credentials") as caught:
+            variables = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[scheme]
+            with pytest.raises(LogUnavailable, match=f"refuses the credentials: check {variables}_") as caught:
                 store.put(b"tokens")
             assert not caught.value.details.get("passing")
+            assert secret not in str(caught.value)
         assert time.monotonic() - started < 5
 
 
@@ -205,6 +257,20 @@ def test_many_are_read_at_once_and_in_order(url: str, bucket_url: str) -> None:
     store.delete(digests[7])
     with pytest.raises(PayloadNotFound, match=digests[7]):
         list(store.get_all(digests))
+
+
+def test_verify_reads_several_at_once(url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle_place(url, bucket_url)
+    store, get, all_read = open_payloads(url), Objects.get, threading.Barrier(4)
+    for n in range(4):
+        store.put(bytes([n]))
+
+    def get_with_others(self: Objects, digest: str) -> bytes:
+        all_read.wait(20)
+        return get(self, digest)
+
+    monkeypatch.setattr(Objects, "get", get_with_others)
+    assert verify_log(url).payloads == 4
 
 
 def test_a_key_that_is_no_payload_is_a_stray(url: str, own_s3: S3Server, bucket_url: str) -> None:
@@ -254,6 +320,18 @@ def test_a_move_that_was_interrupted_is_run_again(url: str, bucket_url: str, mon
     again = json.loads(cli("payloads", "move", bucket_url, "--log", url, "--json").stdout)
     assert (again["payloads"], again["copied"]) == (60, 0)
     assert list(open_payloads(url).digests()) == digests == list(store.digests())
+
+
+def test_a_move_that_was_killed_while_it_deleted_is_run_again(url: str, bucket_url: str) -> None:
+    store = open_payloads(url)
+    digests = sorted(store.put(bytes([n])) for n in range(5))
+    move_payloads(url, bucket_url)
+    store.delete(digests[0])
+    again = cli("payloads", "move", bucket_url, "--log", url, "--delete")
+    assert (again.exit_code, list(store.digests())) == (0, []), again.output
+    assert list(open_payloads(url).digests()) == digests
+    once_more = cli("payloads", "move", bucket_url, "--log", url, "--delete")
+    assert (once_more.exit_code, list(open_payloads(url).digests())) == (0, digests), once_more.output
 
 
 def _die(*_: object) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +21,11 @@ import psutil
 import pytest
 
 import trinity_es
+from tests.helpers.handmade import cli
 from tests.helpers.hosts import Head, StartHead, has_settled, host_joins, ready, with_host
 from tests.helpers.links import Network, network
 from tests.helpers.of_the_day import of_the_day
+from tests.helpers.s3_server import BUCKET, S3Server
 from tests.helpers.servers import free_port
 from tests.helpers.systems import end, kill_system, pid_of, scripted
 from trinity_es import Task
@@ -345,3 +348,28 @@ def test_what_can_t_be_joined_is_refused_with_the_way_out(
     monkeypatch.delenv("TRINITY_ES_KEY")
     assert "no key" in join_says(head.url, "--name", "b", "--log-dir", str(tmp_path / "b"),
                                  "--key-file", str(tmp_path / "missing"))
+
+
+def test_a_host_puts_its_payloads_into_s3_past_the_head(
+    s3: S3Server, start_head: StartHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both reach the same bucket by an address of their own, and that of the head is shut while the host works."""
+    of_head = S3Server()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", of_head.endpoint)
+    head = start_head(store={"payloads": f"s3://{BUCKET}/{uuid.uuid4().hex}"})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    try:
+        [told] = [f for f in json.loads(cli("doctor", "--host", head.url, "--json").stdout)["findings"]
+                  if f["what"] == "payloads"]
+        assert (told["verdict"], "written, read and deleted" in told["told"]) == ("ok", True)
+        with host_joins(head.url, "b", head.folder):
+            ready(head.client, "b")
+            head.submit(1, 16, 1.0)
+            of_head.stop()
+            wait_until(lambda: head.ran_on(1)["b"] > 0, "a task of the host whose payload is stored", 30)
+            assert head.ran_on(1)[""] == 0
+            of_head.start()
+            head.finish(1, 16)
+    finally:
+        if of_head.is_up:
+            of_head.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 import uuid
 from collections import Counter
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from benchmarks.sample_log import make
+from tests.helpers.handmade import cli
 from tests.helpers.histories import append, history
 from tests.helpers.logs import tables
 from trinity_es.events import vocabulary as ev
@@ -88,8 +90,9 @@ def assert_folded(log: EventLog, path: Path) -> None:
 
 
 def expected_usage(recorded: Iterable[Recorded]) -> tuple[int, int, int, int, int]:
-    """Delivered, never used, used once, more than once, and undone uses: experience by experience."""
-    uses: dict[tuple[str, int], list[list[tuple[bool, int | None]]]] = {}
+    """Delivered, never used, used once, more than once, and undone uses: experience by experience. An acknowledgement
+    counts unless some of the delivery was taken before it."""
+    uses: dict[tuple[str, int], list[list[tuple[bool, int | None, bool]]]] = {}
     latest: dict[str, tuple[str, int]] = {}
     queued, redone = set[tuple[str, int]](), 0
     for r in recorded:
@@ -99,24 +102,24 @@ def expected_usage(recorded: Iterable[Recorded]) -> tuple[int, int, int, int, in
             uses[r.stream, r.version] = [[] for _ in range(event.selected)]
         elif isinstance(event, ev.BatchTrained):
             for one in uses[latest[r.stream]] if r.stream in latest else ():
-                one.append((False, event.step))
+                one.append((False, event.step, latest[r.stream] not in queued))
         elif isinstance(event, ev.ExperiencesTaken):
             for part in event.items:
                 key = batch_stream(part.batch_id), part.version
                 queued.add(key)
                 for one in uses[key][part.first : part.first + part.count]:
-                    one.append((True, event.step))
+                    one.append((True, event.step, True))
         elif isinstance(event, ev.ExperiencesReturned | ev.ExperiencesRedelivered):
             again = {latest.get(batch_stream(b)) for b in getattr(event, "batches", ())}
             for key, of_batch in uses.items():
                 for one in of_batch:
                     if isinstance(event, ev.ExperiencesReturned):
-                        kept = [(taken, step) for taken, step in one if not (taken and step and step > event.step)]
+                        kept = [use for use in one if not (use[0] and use[1] and use[1] > event.step)]
                     else:
-                        kept = [(taken, step) for taken, step in one if taken or key not in again]
+                        kept = [use for use in one if use[0] or key not in again]
                     redone += len(one) - len(kept)
                     one[:] = kept
-    counts = [sum(taken == (key in queued) for taken, _ in one) for key, of_batch in uses.items() for one in of_batch]
+    counts = [sum(counts for _, _, counts in one) for of_batch in uses.values() for one in of_batch]
     return len(counts), counts.count(0), counts.count(1), sum(n > 1 for n in counts), redone
 
 
@@ -267,7 +270,13 @@ def test_a_life_that_ended_with_its_system_cost_nothing_while_that_was_away(tmp_
         with open_log(opened.url) as read:
             first, second = read.runner_lives()
             assert read.verify() == []  # which folds the tables in a database of its own
-        assert (first.how, first.ended_at, second.how) == ("replaced", second.started_at, "running")
+        assert (first.how, first.ended_at, second.how) == ("replaced", at["WeightsPublished"], "running")
+        if not alone:
+            assert re.search("━+x·+", cli("show", "1", "--log", tmp_path / "log").stdout), "it was down after the x"
+            for words in (["runners"], ["runners", "r"]):
+                told = cli(*words, "--log", tmp_path / "log").stdout
+                assert "\nreplaced: the whole system ended unseen; for `ended` and seconds lost, its last event" in told
+                assert "\ngone: the whole system ended unseen" in told
         assert (first.attempts_lost, first.seconds_lost) == (
             1, at["AttemptFailed" if alone else "WeightsPublished"] - at["TasksDispatched"])
         before = tables(opened)

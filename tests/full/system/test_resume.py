@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -282,7 +283,7 @@ def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", total_steps=1, trainer=STEADY)
     config = load_config(path)
     explored(Explorer(config))
-    before = {p: p.read_bytes() for p in config.checkpoint_dir.rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in config.checkpoint_dir.glob("*/**/*") if p.is_file()}
     other = load_config(path, [f"store.url=sqlite:///{tmp_path}/other.sqlite"])
     with pytest.raises(ConfigError, match=r"holds checkpoints that this run did not make \(global_step_1\): move"):
         Explorer(other).locate()
@@ -318,14 +319,14 @@ def test_a_checkpoint_that_this_run_began_to_write_is_made_again(tmp_path: Path)
     error = cli("run", path).exception
     assert "torn" in str(error)
     assert "TornOnce.save raised it in step 2" in getattr(error, "__notes__", [""])[0]
-    assert "the run's last step is 2 of 2, and `trinity-es resume" in cli("status", path).stdout
+    assert re.search(r"last step is 2 of 2.*`trinity-es resume .* goes on with it", cli("status", path).stdout)
     half = config.checkpoint_dir / "global_step_2"
     assert [p.name for p in half.iterdir()] == ["half"]
     done = cli("resume", path)
     assert done.exit_code == 0, done.stderr
     assert "the run is complete, with step 2" in cli("status", path).stdout
     assert [p.name for p in half.iterdir()] == ["state.json"]
-    assert sorted(p.name for p in config.checkpoint_dir.iterdir()) == ["global_step_1", "global_step_2"]
+    assert sorted(p.name for p in config.checkpoint_dir.glob("global_*")) == ["global_step_1", "global_step_2"]
 
 
 def test_a_log_whose_batches_no_explorer_submitted_is_left_as_it_is(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
+from tests.helpers.handmade import cli
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import scripted
 from trinity_es.errors import AlreadyRunning
-from trinity_es.system.run_lock import RunLock, hold, killed
+from trinity_es.system.run_lock import RunLock, hold, holders, killed
 
 HOLD = """
 import os, sys, time
@@ -42,7 +44,10 @@ def test_a_process_holds_a_lock_once_and_until_it_ends_whatever_it_forked(tmp_pa
     assert holder.stdin is not None
     try:
         child = int(holder.stdout.readline())
-        assert killed(config) == {}
+        assert (killed(config), holders(config)) == ({}, {"trainer": holder.pid})
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+        down = cli("down", tmp_path / "config.yaml")
+        assert f"its `trinity-es run` (pid {holder.pid}) is still there" in down.stdout
         with pytest.raises(AlreadyRunning, match=rf"a trainer runs on sqlite://\S+ already \(process {holder.pid} "):
             hold(config, "trainer")
         if how == "killed":
@@ -50,6 +55,7 @@ def test_a_process_holds_a_lock_once_and_until_it_ends_whatever_it_forked(tmp_pa
         else:
             holder.stdin.close()
         holder.wait()
+        assert holders(config) == {}
         assert psutil.Process(child).is_running()
         assert killed(config) == ({"trainer": holder.pid} if how == "killed" else {})
         RunLock(config, "trainer").release()

@@ -16,6 +16,7 @@ from trinity_es.projections.history import attempts, critical_path
 from trinity_es.projections.reading import diff
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.experience_usage import Usage
+from trinity_es.system.other_settings import settings_phrase
 
 
 def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:
@@ -113,6 +114,12 @@ def told(*timed: tuple[float, ev.Event]) -> attempts.BatchTimeline:
     return attempts.fold_timeline(story.recorded)
 
 
+def test_a_setting_of_one_side_is_told_as_not_set() -> None:
+    before, after = {"script": {"seconds": 1}}, {"script": {"tokens": 2}}
+    assert settings_phrase(diff.changes(before, after)) == (
+        "script.seconds was 1 and is not set, script.tokens was not set and is 2")
+
+
 def submitted(tasks: int) -> ev.BatchSubmitted:
     return ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * tasks, tasks=[{}] * tasks,
                              max_attempts=3)
@@ -146,8 +153,12 @@ def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
     assert [p.seconds for p in pieces] == [1.0, 4.0, 75.0, 1.0, 1.0]
     assert [p.what for p in pieces if p.fault] == [
         "task 0 attempt 1 on runner-1 #1 failed, runner_lost: it did not outlive the system",
-        "the whole system was down",
+        "nothing was recorded: in this time the whole system died, and was down",
     ]
+    kept = ev.AttemptKept(task=0, run_id_base=0, runs=2, attempt=1, runner="runner-1", incarnation=1, payload="p",
+                          calls=0, open_calls=1, tokens=5, steps=0, seconds=9.0)
+    story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (80.0, found), (80.0, lost), (80.0, kept), *later)
+    assert [p.seconds for p in critical_path.segments(story, [(T + 5.0, T + 80.0)])] == [1.0, 9.0, 70.0, 1.0, 1.0]
     story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (6.0, found), (80.0, lost), *later)
     alone = [(T + 5.0, T + 6.0)]  # its coordinator alone was away, and it was lost long after that
     assert [(p.seconds, p.fault) for p in critical_path.segments(story, alone)] == [

@@ -57,7 +57,7 @@ def test_hosts_are_listed_with_what_they_did(log: str) -> None:
     assert list(rows) == ["", "b", "c", "d"]
     assert {h: (r.state, r.finished, r.units, r.joined, r.lost, r.runner_deaths, r.attempts_lost, r.ready)
             for h, r in rows.items()} == {
-        "": ("gone", 2, 0, 0, 0, 0, 0, ["runner-0"]), "b": ("joined", 1, 1, 2, 1, 1, 3, ["runner-0@b"]),
+        "": ("gone", 2, 0, 0, 0, 0, 0, []), "b": ("joined", 1, 1, 2, 1, 1, 3, ["runner-0@b"]),
         "c": ("left", 4, 0, 1, 0, 0, 0, []), "d": ("draining", 1, 1, 1, 0, 0, 0, ["runner-0@d"])}
 
 

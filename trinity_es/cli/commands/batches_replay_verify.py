@@ -18,6 +18,7 @@ from trinity_es.cli.render import batch_tables
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType
+from trinity_es.projections.event_texts import counted
 from trinity_es.projections.history import attempts, critical_path
 from trinity_es.projections.history.critical_path import segments
 from trinity_es.projections.reading.diff import changes
@@ -253,10 +254,10 @@ def verify(
             print(plain(problem))
         for remark in report.notes:
             print(f"note: {plain(remark)}")
-        count = len(report.problems)
-        verdict = f"{count} problem{'s' * (count > 1)}" if report.problems else "sound" if report.events else "empty"
-        print(f"{verdict}: {report.events:,} events, {report.batches} batches and {report.payloads} payloads checked "
-              f"in {seconds:.1f} s ({report.events / max(seconds, 1e-6):,.0f} events/s)")
+        verdict = counted(len(report.problems), "problem") if report.problems else "sound" if report.events else "empty"
+        print(f"{verdict}: {counted(report.events, 'event')}, {counted(report.batches, 'batch')} and "
+              f"{counted(report.payloads, 'payload')} checked in {seconds:.1f} s "
+              f"({report.events / max(seconds, 1e-6):,.0f} events/s)")
         if not (report.events or report.problems):
             print("a SQLite log is its file and the `-wal` beside it: copy both, or use "
                   "`sqlite3 FILE \".backup COPY\"`")

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +26,7 @@ from sqlalchemy import Connection
 from sqlalchemy import text as sql
 
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
-from trinity_es.cli.doctor_findings import Finding
+from trinity_es.cli.doctor_findings import Finding, payloads_finding
 from trinity_es.cli.render.batch_tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
@@ -34,6 +34,7 @@ from trinity_es.events.processes import LEAST_FILES
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.postgres import require_encoding
 from trinity_es.events.store.database.urls import file_of
+from trinity_es.events.store.payloads.payload_place import recorded_place
 from trinity_es.safe_text import plain
 from trinity_es.system import running_system
 from trinity_es.system.launch import connections_needed
@@ -54,6 +55,7 @@ _EXTRAS = (
     ("math", "math-verify", "the rewards for mathematics need it"),
     ("parquet", "pyarrow", "tasksets in parquet files need it"),
     ("postgres", "psycopg", "a log in PostgreSQL needs it"),
+    ("objects", "obstore", "payloads in a bucket need it"),
 )
 """Extras of the package: name, required package, and use."""
 
@@ -269,7 +271,7 @@ def _port_finding(address: str, port: int) -> Finding:
 
 
 def _config_findings(settings: Config) -> list[Finding]:
-    """Return the findings on what a config names: its store, checkpoint folder and port."""
+    """Return the findings on what a config names: its store, the place of payloads, checkpoint folder and port."""
     findings: list[Finding] = []
     masked_url: Any = settings.masked()["store"]["url"]
     try:
@@ -280,6 +282,11 @@ def _config_findings(settings: Config) -> list[Finding]:
         findings.append(_folder_finding("store", file))
     else:
         findings.append(_postgres_finding(settings, masked_url))
+    place = settings.store.payloads
+    with suppress(TrinityError):  # the store has a finding of its own
+        place = place or recorded_place(settings.store.url, patience=0.0)
+    if place:
+        findings.append(payloads_finding(place))
     findings.append(_folder_finding("checkpoints", settings.checkpoint_dir))
     if running is not None:
         findings.append(Finding("system", "note", f"an actor system runs on this store (pid {running['pid']})",

@@ -9,7 +9,7 @@ import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
 from trinity_es.cli.render.batch_tables import console
-from trinity_es.cli.render.status import show
+from trinity_es.cli.render.status import show, verdict
 from trinity_es.cli.which_config import named_once, names_config, settings_of
 from trinity_es.client import health
 from trinity_es.projections.why.answer import Why
@@ -66,12 +66,20 @@ def why(
       trinity-es why 3 --config config.yaml
       trinity-es why
     """
-    answers = health.explain(settings_of(config, log), batch, find_batch)
+    settings = settings_of(config, log)
+    answers = health.explain(settings, batch, find_batch)
     if as_json:
         documents = [answer.as_dict() for answer in answers]
         print_json(documents if batch is None else documents[0])
     else:
-        for line in answers[0].sentences() if batch is not None else _overview_lines(answers):
+        if batch is not None:
+            lines = answers[0].sentences()
+        elif answers:
+            lines = _overview_lines(answers)
+        else:  # then what a person wants to know is why none is open
+            state = health.look(settings)
+            lines = state["problems"] or [verdict(state)]
+        for line in lines:
             print(plain(line))
     if any(answer.stalled for answer in answers):
         raise typer.Exit(1)
@@ -79,7 +87,5 @@ def why(
 
 def _overview_lines(answers: list[Why]) -> list[str]:
     """Return a line for each open batch, then what to do about the stalled ones."""
-    if not answers:
-        return ["no batch is open: `trinity-es status` shows the state of the system"]
     ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)  # each once, in order
     return [*(answer.line for answer in answers), *(f"what to do: {way_out}" for way_out in ways_out if way_out)]

@@ -17,9 +17,13 @@ from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.safe_text import does, plain
-from trinity_es.system import lifecycle, running_system
+from trinity_es.system import lifecycle, run_lock, running_system
 
 __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
+
+
+RUN_ENDS_SECONDS = 3.0
+"""Seconds in which a `trinity-es run` notices that its system is gone, and ends."""
 
 
 class Cluster(StrEnum):
@@ -227,7 +231,9 @@ def down(
 ) -> None:
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
-    Exits 1 if a process could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray cluster.
+    A `trinity-es run` that uses it ends by itself; one that hangs in code of yours is named with its pid. Exits 1 if
+    a process of the system could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray
+    cluster.
 
     \b
     Example:
@@ -249,13 +255,21 @@ def down(
         return
     running = running_system.find(settings)
     ended = end_system(settings)
+    deadline = time.monotonic() + RUN_ENDS_SECONDS
+    while (run_pids := set(run_lock.holders(settings).values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
     if as_json:
-        common.print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left})
+        common.print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left,
+                           "run": sorted(run_pids)})
     elif running is None and not ended.killed:
         print(f"no actor system ran on {settings.masked()['store']['url']}")
     else:
         killed = f"{ended.killed} processes had to be killed" if ended.killed else "every process ended by itself"
         left = f"; STILL THERE: {', '.join(map(str, ended.left))}" if ended.left else "; none is left"
         print(f"the actor system is down: {killed}{left}")
+    if run_pids and not as_json:  # it belongs to whoever started it
+        pids = " ".join(map(str, sorted(run_pids)))
+        print(f"its `trinity-es run` (pid {pids}) is still there, and would end by itself if code in it did not hang: "
+              f"`kill -9 {pids}` ends it, and nothing in the log is lost")
     if ended.left:
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ from rich.text import Text
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
-from trinity_es.projections.history.critical_path import Segment, segments
+from trinity_es.projections.history.critical_path import Segment, seen_until, segments
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.safe_text import clock, error_line, name_of, plain
 
@@ -202,7 +202,7 @@ def print_timeline(
         seconds = max(seconds, 1e-9)  # of a batch with one event
         row_column = ["row"] if any(rows) else []
         spare = ("version", "runs", *row_column, "tokens", "reward", f"0 to {seconds:.2f} s")
-        print_fitted(out, _tasks_table(timeline, timeline.tasks[:limit], rows, seconds), spare)
+        print_fitted(out, _tasks_table(timeline, timeline.tasks[:limit], rows, seconds, gaps), spare)
     if limit is not None and len(timeline.tasks) > limit:
         out.print(Text(f"{len(timeline.tasks) - limit} more tasks: --all shows them", style="dim"))
 
@@ -226,7 +226,10 @@ def metrics_table(metrics: dict[str, float]) -> Table:
     return table
 
 
-def _tasks_table(timeline: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], seconds: float) -> Table:
+def _tasks_table(
+    timeline: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], seconds: float,
+    gaps: Sequence[tuple[float, float]],
+) -> Table:
     """Return a line per task; `seconds` is the time that the bars cover."""
     numbers = ("task", "runs", "last attempt", "reward", "tokens", "version")
     with_rows = any(rows)
@@ -238,18 +241,18 @@ def _tasks_table(timeline: BatchTimeline, tasks: Sequence[TaskTimeline], rows: S
         took = "" if attempt is None or attempt.seconds is None else f"{attempt.seconds:.2f} s"
         table.add_row(
             str(task.task), *([plain(rows[task.task], 40)] if with_rows else []), state_text(task.state),
-            Text(_bar(timeline, task, seconds), style=_STATE_COLOURS.get(task.state, "")),
+            Text(_bar(timeline, task, seconds, gaps), style=_STATE_COLOURS.get(task.state, "")),
             str(task.runs), took, number(task.reward), f"{task.response_tokens:,}",
             "" if attempt is None else str(attempt.model_version), Text(_attempts_text(timeline, task)),
         )
     return table
 
 
-def _bar(timeline: BatchTimeline, task: TaskTimeline, seconds: float) -> str:
+def _bar(timeline: BatchTimeline, task: TaskTimeline, seconds: float, gaps: Sequence[tuple[float, float]]) -> str:
     """Return a bar over the batch's time: · the task waited, ━ a runner had it, x an attempt failed."""
     cells = ["·"] * _BAR_WIDTH
     for attempt in task.attempts:
-        end_at = attempt.ended_at or timeline.ended_at or timeline.last_at
+        end_at = seen_until(attempt, timeline.ended_at or timeline.last_at, gaps)
         first = min(_BAR_WIDTH - 1, int((attempt.dispatched_at - timeline.submitted_at) / seconds * _BAR_WIDTH))
         last = max(first, min(_BAR_WIDTH - 1, int((end_at - timeline.submitted_at) / seconds * _BAR_WIDTH)))
         cells[first : last + 1] = ["━"] * (last + 1 - first)
@@ -297,7 +300,7 @@ def print_state(out: Console, state: BatchState) -> None:
         f"failed attempts   {state.failed_attempts}",
         f"tasks dropped     {len(state.dropped)}",
         f"delivered         {sum(ref.count for ref in state.experiences)} experiences",
-        f"trained in step   {'' if state.trained_step is None else state.trained_step}",
+        f"trained in step   {_trained_text(state)}",
         f"stream version    {state.version}",
     ]
     out.print(Text("\n".join(lines)))
@@ -306,6 +309,13 @@ def print_state(out: Console, state: BatchState) -> None:
             out.print(Text(f"  task {number}: {error_line(status.message, 150)}", style="red"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
+
+
+def _trained_text(state: BatchState) -> str:
+    """Return the step that a batch was trained in, or that it was not; an eval is not for training."""
+    if state.trained_step is not None:
+        return str(state.trained_step)
+    return "none: it is an eval" if state.batch_type == "eval" else "not trained"
 
 
 def state_json(state: BatchState) -> dict[str, Any]:

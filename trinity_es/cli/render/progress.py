@@ -24,7 +24,7 @@ from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import batch_named, error_line, plain
 
-__all__ = ["RunView", "last_failure", "open_seconds", "step_reward"]
+__all__ = ["RunView", "kept_tokens", "last_failure", "open_seconds", "step_reward"]
 
 REDRAWS_PER_SECOND = 4
 LOOK_SECONDS = 0.2
@@ -138,16 +138,18 @@ class RunView:
         mean = "" if reward is None or isinstance(event, ev.BatchAborted) else "  reward " + step_reward(
             reward, missing_runs(row.batch_id, row.batch_type, metrics), event.dropped)
         seconds, tokens = open_seconds(log, row, recorded), row.response_tokens
-        rate = tokens / seconds if seconds > 0 else None
+        kept = kept_tokens(log, row)
+        rate = (tokens - kept) / seconds if seconds > 0 else None
         throughput = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
+        before = f" ({kept:,} of them before the whole system ended)" if kept else ""
         version = "" if row.model_version is None else f"  version {row.model_version}"
         counts = ", ".join(f"{n} {reason}" for (what, reason), n in sorted(log.losses(row.batch_id).items())
                            if what == "attempt")
         failed = f"  failed attempts: {counts}; the last: {last_failure(log, row, 160)}" if counts else ""
         missing_groups = "" if aborted else short_text(log, row)
         short = f"  short: {missing_groups}" if missing_groups else ""
-        return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{throughput}{version}"
-                f"  {seconds:.2f} s{short}{failed}{aborted}")
+        return (f"{self._name(row)}  {row.finished}/{row.tasks} tasks{mean}  {tokens:,} tokens{before}{throughput}"
+                f"{version}  {seconds:.2f} s{short}{failed}{aborted}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
@@ -188,6 +190,22 @@ def last_failure(log: Log, row: BatchRow, width: int) -> str:
     """Return the error of a batch's last failed attempt; empty if none failed."""
     last = log.last(batch_stream(row.batch_id), "AttemptFailed")
     return error_line(last.event.message, width) if last and isinstance(last.event, ev.AttemptFailed) else ""
+
+
+def kept_tokens(log: Log, row: BatchRow) -> int:
+    """Return how many tokens of a batch were made before the whole system ended, and kept by the next start.
+
+    They were made after the log's last event, so in none of the `open_seconds`.
+    """
+    tokens_by_unit = dict[tuple[int, int], tuple[int, str, int]]()  # a later record has those of earlier ones too
+    for recorded in log.rare(["AttemptKept"], after=row.first_position - 1):
+        if isinstance(event := recorded.event, ev.AttemptKept) and recorded.stream == batch_stream(row.batch_id):
+            tokens_by_unit[event.task, event.run_id_base] = event.tokens, event.runner, event.incarnation
+    if not tokens_by_unit:
+        return 0
+    ended_with_system = {(life.runner, life.incarnation) for life in log.runner_lives() if life.how == "replaced"}
+    kept = sum(tokens for tokens, *life in tokens_by_unit.values() if tuple(life) in ended_with_system)
+    return min(row.response_tokens, kept)
 
 
 def open_seconds(log: Log, row: BatchRow, end: Recorded) -> float:

@@ -61,6 +61,7 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
             Text(error_line(last_death.reason, 100) if last_death else ""),
         )
     print_fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
+    _print_unseen_ends(out, lives, up)
     if on_several_hosts:
         _print_by_host(out, runners)
 
@@ -96,6 +97,18 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
         )
     print_fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
     print_left_out(out, len(lives), MOST)
+    _print_unseen_ends(out, lives[-MOST:], up)
+
+
+def _print_unseen_ends(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None) -> None:
+    """Print what is not known of the lives whose end nobody recorded, if there are some."""
+    states = {visible_state(life, up) for life in lives}
+    for state, text in (
+        ("replaced", "the whole system ended unseen; for `ended` and seconds lost, its last event before that counts"),
+        ("gone", "the whole system ended unseen, after the log's last event; the next start counts what was lost"),
+    ):
+        if state in states:
+            out.print(Text(f"{state}: {text}", style="dim"), soft_wrap=True)
 
 
 def print_weights(
@@ -174,7 +187,7 @@ def print_prompts(
     for name, (epoch, offset) in tried.read.items():
         rows = unread.get(name)
         rest = "" if rows is None else f"; rows that no batch ever held: {_ranges(rows) or 'none'}"
-        out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of pass {epoch + 1}{rest}"), soft_wrap=True)
+        out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of epoch {epoch + 1}{rest}"), soft_wrap=True)
 
 
 def _ranges(rows: Sequence[int], most: int = 40) -> str:

@@ -10,14 +10,17 @@ from rich.text import Text
 
 from trinity_es.projections.event_texts import counted
 from trinity_es.projections.host_states import host_of
-from trinity_es.projections.why.answer import resume_command, span
+from trinity_es.projections.why.answer import end_of_run, resume_command, span
 from trinity_es.safe_text import clock, devices, does, plain
 
-__all__ = ["show"]
+__all__ = ["show", "verdict"]
+
+_NOT_READY = "nothing is wrong, and no engine is ready yet"
 
 
-def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, Any] | None) -> str:
+def _run_progress(status: dict[str, Any]) -> str:
     """Return how far the run of a system that is down got, and how to go on with it, as the end of a sentence."""
+    run, last_batch = status.get("run"), status.get("last_batch")
     if run is None and last_batch is not None:
         ago = span(time.time() - last_batch["ended_at"])
         return f": batch {plain(last_batch['batch_id'])}, the last, was {last_batch['state']} {ago} ago"
@@ -27,7 +30,10 @@ def _run_progress(run: dict[str, Any] | None, store: str, last_batch: dict[str, 
         return f": the run is complete, with step {run['step']}"
     of_total = "" if run["total_steps"] is None else f" of {run['total_steps']}"
     end = ", or says that it is complete" if run["complete"] is None else ""
-    return f": the run's last step is {run['step']}{of_total}, and `{resume_command(store)}` goes on with it{end}"
+    facts = ", ".join([f"the run's last step is {run['step']}{of_total}", *end_of_run(run)])
+    pids = " ".join(str(pid) for pid in sorted(set(status.get("held", {}).values())))
+    held = f"when its process {pids} has ended (`kill -9 {pids}` if it hangs), " if pids else ""
+    return f": {facts}, and {held}`{resume_command(status['store'])}` goes on with it{end}"
 
 
 def _idle_line(last_batch: dict[str, Any]) -> str:
@@ -98,14 +104,15 @@ def show(out: Console, status: dict[str, Any]) -> None:
             line(f"    waits for: {b['waiting_for']}", "red" if b["stalled"] else "dim")
     for problem in status["problems"]:
         line(f"! {problem}", "red")
-    if status["problems"]:
-        return
+    if not status["problems"]:
+        text = verdict(status)
+        line(text, {"all is well": "green", _NOT_READY: "yellow"}.get(text, ""))
+
+
+def verdict(status: dict[str, Any]) -> str:
+    """Return one sentence on a system without problems."""
     if not status["up"]:
-        progress = _run_progress(status.get("run"), status["store"], status.get("last_batch"))
-        line(f"nothing runs, and no batch is open{progress}")
-    elif not status["batches"] and status.get("last_batch"):
-        line(_idle_line(status["last_batch"]))
-    elif any(r["state"] == "ready" for r in status["runners"]):
-        line("all is well", "green")
-    else:
-        line("nothing is wrong, and no engine is ready yet", "yellow")
+        return f"nothing runs, and no batch is open{_run_progress(status)}"
+    if not status["batches"] and status.get("last_batch"):
+        return _idle_line(status["last_batch"])
+    return "all is well" if any(r["state"] == "ready" for r in status["runners"]) else _NOT_READY

@@ -71,9 +71,22 @@ def _print_attempts(
         _line(out, f"  attempt {attempt.attempt} {bar} {runs} on {plain(attempt.runner)} #{attempt.incarnation}: "
                    f"{attempt.outcome}")
         for run in sorted({part.run for part in parts}):
-            texts = [_part_text(part) for part in parts if part.run == run]
+            texts = _part_texts([part for part in parts if part.run == run])
             more = f" → and {len(texts) - _MOST_LINES} more" if len(texts) > _MOST_LINES else ""
             _line(out, f"    run {run} goes on from {' → '.join(texts[:_MOST_LINES])}{more}")
+
+
+def _part_texts(parts: Sequence[JournalPart]) -> list[str]:
+    """Return the steps and answers of a run; answers to one request, which are no turns, in one text."""
+    requests = list[list[str]]()
+    for part in parts:
+        if part.choice and requests:
+            requests[-1].append(_part_text(part).removeprefix("answer "))
+        else:
+            requests.append([_part_text(part)])
+    return [texts[0] if len(texts) == 1 else
+            f"{len(texts)} answers to one request ({'; '.join([texts[0].removeprefix('answer '), *texts[1:]])})"
+            for texts in requests]
 
 
 def _part_text(part: JournalPart) -> str:
