@@ -81,9 +81,9 @@ def _rank(settings: bytes) -> int:
     except ValueError as e:
         raise ValueError(f"{CONFIG} is not JSON ({e})") from e
     if not isinstance(config, dict):
-        raise ValueError(f"{CONFIG} is not a JSON object")
+        raise ValueError(f"{CONFIG} is not a JSON object: save the adapter with model.save_pretrained(folder)")
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type in {CONFIG} is {config.get('peft_type')!r}, not 'LORA'")
+        raise ValueError(f"peft_type in {CONFIG} is {config.get('peft_type')!r}: engines serve 'LORA' only")
     for key in _NOT_SERVED:
         if config.get(key):
             raise ValueError(f"{key} is set in {CONFIG}: engines serve plain LoRA only, so train without it")

@@ -117,9 +117,9 @@ def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
     """Return the prompt (text or token ids) unchanged. Raises `error` if it is too long for any engine."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:
-            raise error(f"the prompt has {len(prompt):,} characters: the limit is {MOST_CHARACTERS:,}")
+            raise error(f"the prompt has {len(prompt):,} characters: the limit is {MOST_CHARACTERS:,}, so shorten it")
     elif len(prompt) > MOST_TOKENS:
-        raise error(f"the prompt has {len(prompt):,} tokens: the limit is {MOST_TOKENS:,}")
+        raise error(f"the prompt has {len(prompt):,} tokens: the limit is {MOST_TOKENS:,}, so shorten it")
     return prompt
 
 
@@ -135,7 +135,7 @@ def needs_whole_distribution(tokens: int, vocabulary: int, temperature: float, m
     Raises EngineError if that is more than `max_values` values, or if the temperature is not above 0.
     """
     if not temperature > 0.0:
-        raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
+        raise EngineError(f"the temperature is {temperature}: give logprobs one above 0", refused=True)
     if temperature != 1.0 and vocabulary * tokens > max_values:
         raise EngineError(
             f"logprobs of {tokens} tokens at temperature {temperature} would fetch {vocabulary:,} values per token: "

@@ -128,7 +128,7 @@ class Model(OpenAIAccess):
         except (NotPlain, TypeError, ValueError) as e:
             raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {e}") from e
         if size > STATE_BYTES:
-            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: the limit is {STATE_BYTES:,}")
+            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: keep it within {STATE_BYTES:,}")
         self.workflow_state.update(merged_state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Model(OpenAIAccess):
         settings, number = self._sampling_for_call(sampling), self.next_number()
         prompt_list = _prompt_list(prompts)
         if len(prompt_list) > MOST_PROMPTS:
-            raise WorkflowError(f"{len(prompt_list):,} prompts in one call: the limit is {MOST_PROMPTS:,}")
+            raise WorkflowError(f"{len(prompt_list):,} prompts in one call: send at most {MOST_PROMPTS:,} at a time")
         requests = [
             asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, settings)) for p in prompt_list
         ]
@@ -421,7 +421,7 @@ def _require_whole(completion: Completion, adapter: str) -> None:
     if completion.finish_reason in ("abort", "error"):
         raise EngineError(f"the engine ended the request before its answer was complete ({completion.finish_reason})")
     if adapter != (completion.adapter or [""])[0]:
-        raise EngineError(f"this model's engine serves no adapter {adapter!r}", refused=True)
+        raise EngineError(f"this model's engine serves no adapter {adapter!r}: leave out the option", refused=True)
 
 
 def _version_spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:

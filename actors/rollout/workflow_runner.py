@@ -212,7 +212,8 @@ class WorkflowRunner:
                 try:
                     cls = await asyncio.wait_for(importing, START_SECONDS)
                 except TimeoutError:
-                    raise errors.WorkflowError(f"the import of {name} took more than {START_SECONDS:.0f} s") from None
+                    raise errors.WorkflowError(f"the import of {name} took more than {START_SECONDS:.0f} s: do slow "
+                                               "work when a run needs it, not on import") from None
                 if getattr(cls, "is_async", False):
                     self.workers.templates.forget(path)
                 return cls
@@ -392,7 +393,7 @@ class WorkflowRunner:
                 if run in errors_by_run:
                     raise errors_by_run.pop(run)
                 if not group:
-                    raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}")
+                    raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}: give each run one")
                 outcome.stamp_and_validate(group, task, run, version, self.engine.model_version)
                 result = outcome.run_result(run, group, seconds)
             except Exception as e:

@@ -221,7 +221,7 @@ class VLLMServer:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
-            raise EngineError(f"{self.url}{path} sent a stream that is not in the format of vLLM") from e
+            raise EngineError(f"{self.url}{path} sent no stream of vLLM's: check that it is a vLLM server") from e
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_error_text(e))})") from e
 
@@ -275,7 +275,7 @@ class VLLMServer:
             [first, *_] = [m for m in served["data"] if not m.get("parent")]  # LoRA adapters have a parent
             model, max_model_len = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
-            raise EngineError(f"{self.url} is not a vLLM server: /v1/models has no model with a max_model_len") from e
+            raise EngineError(f"/v1/models of {self.url} has no max_model_len: give the URL of a vLLM server") from e
         version = ""
         with contextlib.suppress(EngineError, KeyError, TypeError):
             version = str((await self.ask("GET", "/version", seconds=STATUS_SECONDS))["version"])

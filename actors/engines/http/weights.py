@@ -378,7 +378,8 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
     try:
         status = await asyncio.wait_for(process.wait(), seconds)
     except TimeoutError:
-        raise EngineError(f"servers.restart_command had not ended after {seconds:g} s") from None
+        raise EngineError(f"servers.restart_command had not ended after {seconds:g} s: let it start the server in the "
+                          "background, or raise servers.restart_timeout") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -92,7 +92,8 @@ class AdapterServing:
         served = self._current.get(name)
         if served is None:
             names = ", ".join(self._current) or "none"
-            raise EngineError(f"there is no adapter {name!r}: this engine serves {names}", refused=True)
+            raise EngineError(f"there is no adapter {name!r}: this engine serves {names}. Publish it first "
+                              "(sync_adapter)", refused=True)
         served.uses += 1
         try:
             yield served
@@ -109,8 +110,7 @@ class AdapterServing:
         async with self._adapters_lock:
             config = llm.vllm_config.lora_config
             if config is None:
-                raise SyncError(f"adapter {name!r} was not loaded, since this engine serves none: set "
-                                "explorer.rollout_model.lora and start again")
+                raise SyncError(f"adapter {name!r} needs explorer.rollout_model.lora: set it and start again")
             check = partial(checked_adapter, path, max_rank=config.max_lora_rank, shapes=self._shapes)
             files = await asyncio.to_thread(check)
             await self._remove_unused()

@@ -138,7 +138,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def start(self) -> None:
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
         if self._llm is not None:
-            raise EngineError("the engine was started already")
+            raise EngineError("the engine was started already: call start only once")
         self._pids_before = {p.pid for p in children()}
         self._dead = _STARTING
         printed = ProcessOutput()

@@ -33,7 +33,7 @@ class GlooGroup:
         while is_master and not store.check([f"there/{other}" for other in range(1, world_size)]):
             if given_up.wait(CHECK_SECONDS) or time.monotonic() > until:
                 del store  # frees the port, though the error's traceback keeps this frame
-                raise TimeoutError(f"the engines did not join the weight transfer group at {address}:{port}")
+                raise TimeoutError(f"no engines joined the weight group at {address}:{port}: see the runners' logs")
         self.group = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, store_timeout)
 
     def broadcast(self, tensor: Any) -> None:

@@ -67,7 +67,8 @@ class WeightChanges:
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
         """Load weights that the trainer broadcasts. If that fails, leave the group. Raises like `load_weights`."""
         if not self._in_group:
-            raise SyncError(f"version {version} was not received: the engine has left its weight transfer group")
+            raise SyncError(f"version {version} was not received: the engine has left its weight transfer group. Form "
+                            "a new one, or load the weights from their folder")
         try:
             await self._change(
                 version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))

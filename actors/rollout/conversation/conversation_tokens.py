@@ -299,7 +299,7 @@ class Conversing:
 def _template_arguments(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of `apply_chat_template` for a prompt, so that a last message by the assistant goes on."""
     if not messages:
-        raise WorkflowError("a chat needs at least one message")
+        raise WorkflowError("the list of messages is empty: a chat needs at least one")
     ends_with_assistant = messages[-1].get("role") == "assistant"
     return {"continue_final_message" if ends_with_assistant else "add_generation_prompt": True, **(template or {})}
 

@@ -226,7 +226,8 @@ class Templates:
                     raise WorkflowError(f"{workflow} can't be imported: the import {describe_exit(status)}")
             raise StartupError(f"{workflow} could not be imported: the process that was importing it ended")
         except TimeoutError:
-            raise WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s") from None
+            raise WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s: do slow work when a "
+                                "run needs it, not on import") from None
         finally:
             if self._newest is not template:
                 template.close()

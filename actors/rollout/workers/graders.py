@@ -106,11 +106,11 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
             if reading.done() or child.exit_status.done():
                 break
             if seconds_left <= 0:
-                raise GraderError(f"the grader {name} did not end within {timeout:g} s")
+                raise GraderError(f"the grader {name} did not end within {timeout:g} s: raise its timeout, or fix it")
             used_memory = _memory_bytes(child)
             if used_memory > memory:
                 raise GraderError(f"the grader {name} took {used_memory >> 20:,} MiB of memory: the limit is "
-                                  f"{memory >> 20:,} MiB")
+                                  f"{memory >> 20:,} MiB. Raise its memory, or let it use less")
         await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # its answer may still be in the socket
         if reading.done() and not reading.exception():
             answer: dict[str, Any] = orjson.loads(reading.result())

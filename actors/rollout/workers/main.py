@@ -37,6 +37,8 @@ from trinity_es.events.values import BatchId, Task, task_from_dict
 
 __all__ = ["play"]
 
+_RUN_OVER = "the run is over, and its model can't answer: let `run` wait for the workflow's threads"
+
 
 class _RunnerConnection:
     """The worker's end of the pipe to the runner. One thread reads it; any thread may send calls."""
@@ -111,7 +113,7 @@ class _RunnerConnection:
         self.results[call] = future
         if play_number != self.play_number:  # checked after the entry above, so that `end_run` misses no call
             self.results.pop(call, None)
-            raise WorkflowError("the run is over: its model can't answer")
+            raise WorkflowError(_RUN_OVER)
         self.send("call", play_number, call, index, what, name, arguments)
         return future
 
@@ -121,7 +123,7 @@ class _RunnerConnection:
         for call in list(self.results):
             future = self.results.pop(call, None)
             if future is not None:
-                future.set_exception(WorkflowError("the run is over: its model can't answer"))
+                future.set_exception(WorkflowError(_RUN_OVER))
 
 
 class _RemoteTokenizer:

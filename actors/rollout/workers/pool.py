@@ -224,7 +224,8 @@ class _Worker:
         try:
             await asyncio.wait_for(self._unless_ended(self._wait_for("imported")), START_SECONDS)
         except TimeoutError:
-            raise errors.WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s") from None
+            raise errors.WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s: do slow work "
+                                       "when a run needs it, not on import") from None
         self.imported = True
 
     async def play(
