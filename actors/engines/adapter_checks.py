@@ -56,7 +56,7 @@ def checked_adapter(
             f"{folder} holds no adapter in PEFT's format: {problem}. Save one with model.save_pretrained(folder)"
         ) from e
     try:
-        rank = max(_rank(settings), _rank_of_tensors(data, shapes))
+        rank = max(_rank_in_config(settings), _rank_of_tensors(data, shapes))
     except ValueError as e:
         raise SyncError(f"the adapter at {folder} can't be served: {e}") from e
     if max_rank is not None and rank > max_rank:
@@ -74,7 +74,7 @@ def require_unchanged(path: str | Path, digest: str, files: AdapterFiles) -> Non
         raise SyncError(f"the files at {path} changed since they were published: publish them as a new version")
 
 
-def _rank(settings: bytes) -> int:
+def _rank_in_config(settings: bytes) -> int:
     """Return the highest rank in adapter_config.json. Raises ValueError if it describes anything but plain LoRA."""
     try:
         config = json.loads(settings)
@@ -110,7 +110,7 @@ def _rank(settings: bytes) -> int:
 def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) -> int:
     """Return the highest rank of an adapter's tensors. Raises ValueError if they don't fit together or to the model."""
     half_shapes: dict[str, dict[str, list[int]]] = {}  # by module, then by half: A or B
-    for name, dtype, shape, content in _tensors(data):
+    for name, dtype, shape, content in _read_tensors(data):
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ValueError(
@@ -156,7 +156,7 @@ def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[in
     return shape
 
 
-def _tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
+def _read_tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
     """Return name, dtype, shape and content of each tensor in a safetensors file. Raises ValueError for a bad file."""
     from safetensors import SafetensorError, deserialize
 

@@ -16,8 +16,8 @@ from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import ConfigError, WeightNotFound
 
 __all__ = [
-    "auto_tokenizer", "cached_model", "difference", "model_dtype", "model_folder", "read_tensor", "reference_shapes",
-    "resolve_model", "tensor_headers", "tensor_shapes", "torch_type", "unloadable", "vocabulary",
+    "auto_tokenizer", "cached_model", "mismatch", "model_dtype", "model_folder", "read_tensor", "reference_shapes",
+    "resolve_model", "tensor_headers", "tensor_shapes", "torch_type", "vocabulary_size", "why_unloadable",
 ]
 
 _NUMPY = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
@@ -90,7 +90,7 @@ def auto_tokenizer(model: str, **more: Any) -> Tokenizer:
     return tokenizer
 
 
-def vocabulary(model: str, tokenizer: Any) -> int:
+def vocabulary_size(model: str, tokenizer: Any) -> int:
     """Return the number of token ids of a model: that of its config or of its tokenizer, whichever is larger."""
     config = _read_config(str(model_folder(model) or ""))
     text_config = config.get("text_config")  # multimodal models have it
@@ -172,7 +172,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
             raise ValueError(f"{file.name} can't be read: {e}") from e
 
 
-def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
+def why_unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
     """Return why the checkpoint at `path` can't replace the served weights; None if it can. Reads only its headers.
 
     `reference`: shapes of the served model's tensors, if known; `tied`: its lm_head is tied to the embedding.
@@ -186,11 +186,11 @@ def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) ->
         return f"{path}: {e}"
     if not shapes:
         return None if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) else f"{path} holds no weights"
-    problem = difference(shapes, reference, tied) if reference is not None else None
+    problem = mismatch(shapes, reference, tied) if reference is not None else None
     return None if problem is None else f"{path}: {problem}"
 
 
-def difference(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], tied: bool) -> str | None:
+def mismatch(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], tied: bool) -> str | None:
     """Return why tensors of these shapes can't replace `reference`; None if they can. `tied`: lm_head is optional."""
     optional_names = {"lm_head.weight"} if tied else set()
     missing = sorted(reference.keys() - shapes.keys() - optional_names)
@@ -201,7 +201,7 @@ def difference(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequ
         return f"{_first_and_count(unknown)} not in the model that is served"
     for name in sorted(reference.keys() & shapes.keys()):
         if list(shapes[name]) != list(reference[name]):
-            return f"{name} has shape {list(shapes[name])}, the model that is served has {list(reference[name])}"
+            return f"{name} has shape {list(shapes[name])}, not {list(reference[name])} as in the served model"
     return None
 
 

@@ -37,20 +37,20 @@ class FinishingEngine:
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling, **more: Any) -> list[Completion]:
         """Generate once requests may begin. If the weights did not change meanwhile, answers have version spans."""
-        async with self._request() as version:
+        async with self._open_request() as version:
             answers = await self._engine.generate(prompt, sampling, **more)
-            return [self._stamped(answer, version, len(answer.token_ids)) for answer in answers]
+            return [self._with_version_span(answer, version, len(answer.token_ids)) for answer in answers]
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """Yield the parts of an answer. The last part has version spans as in `generate`."""
         count = 0
-        async with self._request() as version, contextlib.aclosing(self._engine.stream(prompt, sampling)) as parts:
+        async with self._open_request() as version, contextlib.aclosing(self._engine.stream(prompt, sampling)) as parts:
             async for part in parts:
                 count += len(part.token_ids)
-                yield self._stamped(part, version, count) if part.finish_reason else part
+                yield self._with_version_span(part, version, count) if part.finish_reason else part
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, **more: Any) -> list[float]:
-        async with self._request():
+        async with self._open_request():
             return await self._engine.logprobs(token_ids, temperature, **more)
 
     async def _application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
@@ -58,7 +58,7 @@ class FinishingEngine:
         application = await cast(Any, self._engine).application(name, recording)
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
-            async with self._request() if scope.get("method") == "POST" else contextlib.nullcontext():
+            async with self._open_request() if scope.get("method") == "POST" else contextlib.nullcontext():
                 await application(scope, receive, send)
 
         return answer
@@ -73,7 +73,7 @@ class FinishingEngine:
             await cast(ReceivesWeights, self._engine).receive_weights(version, path, timeout)
 
     @contextlib.asynccontextmanager
-    async def _request(self) -> AsyncIterator[int]:
+    async def _open_request(self) -> AsyncIterator[int]:
         """Wait until requests may begin, then count one as open. The context's value is the current model version."""
         while not self._gate.is_set():  # the next change may close it again at once
             await self._gate.wait()
@@ -99,7 +99,7 @@ class FinishingEngine:
             finally:
                 self._gate.set()
 
-    def _stamped(self, answer: Completion, version: int, count: int) -> Completion:
+    def _with_version_span(self, answer: Completion, version: int, count: int) -> Completion:
         """Return an answer with `version` for its `count` tokens, unless it has spans or the version has changed."""
         if answer.version_spans or self._engine.model_version != version:
             return answer

@@ -228,7 +228,7 @@ class Model(OpenAIAccess):
         Raises WorkflowError if this run answered in the conversation, but no answer in it is as it was sampled.
         """
         context_length, chat = self.context, plain_messages(messages)
-        newest = None if as_text else self._newest_sampled(chat, tools)
+        newest = None if as_text else self._newest_sampled_answer(chat, tools)
         turn, last, tools = (None, 0, tools) if newest is None else newest
         later_answers = [i for i, m in enumerate(chat) if i > last and m.get("role") == "assistant"]
         is_auxiliary = isinstance(self.engine, RemoteEngine)  # it may score another model's answers to its own prompts
@@ -245,7 +245,7 @@ class Model(OpenAIAccess):
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
                 await self._set_logprobs(sampled, temperature, context_length)
             return sampled
-        if not (as_text or is_auxiliary) and self._answered_in(chat, tools):
+        if not (as_text or is_auxiliary) and self._has_answer_in(chat, tools):
             raise WorkflowError(
                 "the messages contain no answer as this run sampled it, or several answers fit that differ only in "
                 "left-out reasoning. Keep the reasoning (reasoning_content), return "

@@ -18,8 +18,15 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
-    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared_usage",
-    "stamp_and_validate", "with_usage",
+    "OutOfTime",
+    "UnitResult",
+    "classify",
+    "divide_usage",
+    "error_of_exit",
+    "grouped_by_run",
+    "run_result",
+    "stamp_and_validate",
+    "with_usage",
 ]
 
 TRACEBACK_CHARACTERS = 3000
@@ -149,7 +156,7 @@ def _fork_metrics(usage: Usage, runs: int) -> dict[str, float]:
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
-def shared_usage(
+def divide_usage(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
     """Divide the usage of a model among the runs that shared it. Return their results, and the tokens of no run.

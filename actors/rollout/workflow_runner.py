@@ -145,7 +145,8 @@ class WorkflowRunner:
                                 )
                             else:
                                 begin_times.append(self.clock())
-                                await self._run_in_this_process(cls, _copied(task), part, repeats, models, part_result)
+                                copy_of_task = _task_copy(task)
+                                await self._run_in_this_process(cls, copy_of_task, part, repeats, models, part_result)
                             for experience in part_result.experiences if models[0].steps.possibly_delivered else ():
                                 experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:
@@ -173,7 +174,7 @@ class WorkflowRunner:
         out.seconds = self.clock() - begin_times[0] if begin_times else 0.0
         return out
 
-    def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
+    def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
         """Return the kind and message of an error. Note a dead engine in `engine_dead`, a missing module in `out`."""
         if isinstance(error, errors.EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
@@ -182,7 +183,7 @@ class WorkflowRunner:
 
     def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
         """Add a failure to `out` for each of the runs that has no result and no failure yet."""
-        kind, message = self._failure(error, out)
+        kind, message = self._kind_and_message(error, out)
         if len(runs) == 1 and isinstance(error, errors.DataError) and str(error.details.get("eid")).startswith("//"):
             message = f"run {runs.start}: {message}"  # the experience had no ids yet
         ended_runs = {r.run for r in out.results} | {f[0] for f in out.failures}
@@ -257,7 +258,7 @@ class WorkflowRunner:
         for experience in result.experiences:  # the worker knows only the version at its last request
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # the worker knows only the tokens of requests over its pipe
-            result.results, out.other_tokens = outcome.shared_usage(result.results, result.experiences, models[0].usage)
+            result.results, out.other_tokens = outcome.divide_usage(result.results, result.experiences, models[0].usage)
         else:
             result.results = [outcome.with_usage(r, models[0].usage) for r in result.results]
         self.engine_dead = engine_dead or self.engine_dead
@@ -397,17 +398,17 @@ class WorkflowRunner:
                 outcome.stamp_and_validate(group, task, run, version, self.engine.model_version)
                 result = outcome.run_result(run, group, seconds)
             except Exception as e:
-                out.failures.append((run, *self._failure(e, out)))
+                out.failures.append((run, *self._kind_and_message(e, out)))
                 continue
             out.results.append(result if repeats else outcome.with_usage(result, usage))
             out.experiences.extend(group)
         if repeats:
-            out.results, out.other_tokens = outcome.shared_usage(out.results, out.experiences, usage)
+            out.results, out.other_tokens = outcome.divide_usage(out.results, out.experiences, usage)
         if cls.can_reset and (repeats or len(out.failures) == failure_count):
             self._idle_workflows.setdefault(cls, []).append(workflow)
 
 
-def _copied(task: Task) -> Task:
+def _task_copy(task: Task) -> Task:
     """Return a copy of a task with its own row and arguments, which a run may change in place."""
     values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
     return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})

@@ -23,7 +23,7 @@ from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
-from trinity_es.actors.runner.unit_reports import failed
+from trinity_es.actors.runner.unit_reports import failed_outcome
 from trinity_es.actors.runner_activity import runner_state
 from trinity_es.actors.serving.http_server import make_app, make_server
 from trinity_es.events.store.checks.log_end import Mark, lost_between
@@ -191,7 +191,7 @@ class Runner(BaseActor):
         settled = self.outbox.acknowledge(message.acks)
         if settled:
             lost = [o for o in settled if any(kind == "infra" for _, kind, _ in o.failures)]
-            self.engine_side.settled([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
+            self.engine_side.free_journals([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
         for outcome in settled:
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
@@ -300,7 +300,7 @@ class Runner(BaseActor):
         if self.final_report is not None or item is None or self.state != "ready":
             return
         self.log.error("unit %s is given up, and this process with it: %s", key, reason)
-        self.report([failed(item, "workflow", reason)])
+        self.report([failed_outcome(item, "workflow", reason)])
         self.final_report, self.end_reason = self.outbox.number, reason
         self.after(GIVE_UP_SECONDS, "give up", self.request_replacement)
 

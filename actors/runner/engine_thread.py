@@ -40,7 +40,7 @@ from trinity_es.actors.runner.adaptive_places import Places
 from trinity_es.actors.runner.journal_writer import Journal
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
-from trinity_es.actors.runner.unit_reports import Reporter, runs_of
+from trinity_es.actors.runner.unit_reports import Reporter, run_numbers
 from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
@@ -311,7 +311,7 @@ class EngineThread:
         outcome = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
         self.log.error("the task of unit %s %s", key, outcome)
         message = f"the task that ran it {outcome}, by a workflow on the same loop"
-        result = UnitResult(failures=[(run, "workflow", message) for run in runs_of(item.unit)])
+        result = UnitResult(failures=[(run, "workflow", message) for run in run_numbers(item.unit)])
         self.reporter.finished.put_nowait((item, result))
 
     @_on_loop
@@ -322,7 +322,7 @@ class EngineThread:
             self.journal.release(key)
 
     @_on_loop
-    def settled(self, keys: list[Key], lost: list[Key]) -> None:
+    def free_journals(self, keys: list[Key], lost: list[Key]) -> None:
         """Delete the journal of units whose outcomes are in the log; that of `lost` units after LOST_SECONDS."""
         self._free_journal(keys)
         if lost:
@@ -344,7 +344,7 @@ class EngineThread:
         """Execute a unit (runs of one task) once a place is free; report its result. A dead engine ends the runner."""
         UNIT.set(key)
         async with self.places:
-            runs = runs_of(item.unit)
+            runs = run_numbers(item.unit)
             try:
                 data = item.task
                 if data is None:
@@ -385,7 +385,7 @@ class EngineThread:
             return item.batch_id, item.submission, item.unit.task, run
 
         if item.unit.attempt > 1:
-            await journal.write([attempt(identity(run), item.unit.attempt) for run in runs_of(item.unit)])
+            await journal.write([attempt(identity(run), item.unit.attempt) for run in run_numbers(item.unit)])
         return lambda run: RunJournal(identity(run), journal, kept.get(run))
 
     def end_with_engine(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore, open_payload
 from trinity_es.events.values import FailureKind
 from trinity_es.events.vocabulary import PayloadRef, Unit
 
-__all__ = ["Reporter", "failed", "runs_of", "write_group"]
+__all__ = ["Reporter", "failed_outcome", "run_numbers", "write_group"]
 
 STORE_SECONDS = 2.0
 """Timeout of one attempt to use the payload store."""
@@ -83,7 +83,7 @@ class Reporter:
             except Exception as e:
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
-                outcomes = [failed(item, "infra", message) for item, _ in group]
+                outcomes = [failed_outcome(item, "infra", message) for item, _ in group]
             self._group.clear()
             for part in grouped(outcomes, outcome_size):
                 self.report(part)
@@ -131,7 +131,7 @@ def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: Payloa
     outcomes = []
     for index, (item, result) in enumerate(group):
         if index in errors:
-            outcomes.append(failed(item, "data", errors[index]))
+            outcomes.append(failed_outcome(item, "data", errors[index]))
             continue
         count = len(experiences[index])
         outcome = UnitOutcome(
@@ -144,22 +144,22 @@ def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: Payloa
         first += count
         try:
             if (size := outcome_size(outcome)) > LARGEST_RESULTS:
-                outcome = failed(item, "data", f"the metrics of its runs take {size:,} bytes: the limit is "
+                outcome = failed_outcome(item, "data", f"the metrics of its runs take {size:,} bytes: the limit is "
                                  f"{LARGEST_RESULTS:,}. Give each run fewer, or set "
                                  "explorer.max_repeat_times_per_runner")
         except TypeError as e:
-            outcome = failed(item, "data", f"its metrics can't be recorded: {e}")
+            outcome = failed_outcome(item, "data", f"its metrics can't be recorded: {e}")
         outcomes.append(outcome)
     return [pack_results(outcome, payloads) for outcome in outcomes]
 
 
-def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
+def failed_outcome(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
     """Return the outcome of a unit (runs of one task) whose runs all failed with this kind and message."""
-    failures = _with_first_messages([(run, kind, message) for run in runs_of(item.unit)])
+    failures = _with_first_messages([(run, kind, message) for run in run_numbers(item.unit)])
     return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
 
 
-def runs_of(unit: Unit) -> range:
+def run_numbers(unit: Unit) -> range:
     """Return the numbers of a unit's runs."""
     return range(unit.run_id_base, unit.run_id_base + unit.runs)
 

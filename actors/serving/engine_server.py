@@ -183,7 +183,7 @@ class EngineServer:
             else:
                 await self._answer_by_application(request, session, path, exchange)
         except Exception as e:
-            await exchange.failed(e)
+            await exchange.answer_error(e)
         finally:
             self.load -= 1
 
@@ -346,7 +346,7 @@ class _Exchange:
             try:
                 while (await self._receive())["type"] != "http.disconnect":
                     pass
-                self._leave()
+                self._note_disconnect()
             except asyncio.CancelledError:
                 if not self._is_aborted or task.uncancel():
                     raise
@@ -358,11 +358,11 @@ class _Exchange:
         """Abort the request because its run is over. The application gets a disconnect, and the client status 503."""
         if not self._is_aborted:
             self._is_aborted = True
-            self._leave()
+            self._note_disconnect()
             for task in list(self._receiving_tasks):
                 task.cancel()
 
-    def _leave(self) -> None:
+    def _note_disconnect(self) -> None:
         """Note that the client left, and give the application LEAVING_SECONDS to end the request."""
         if not self._client_left:
             self._client_left = True
@@ -387,7 +387,7 @@ class _Exchange:
         is_last = not message.get("more_body", False)
         self._response_id = self._response_id or find_response_id(message.get("body", b""))
         experiences = None
-        is_complete = self._record.complete() and (is_last or not self._may_ask_again)
+        is_complete = self._record.is_complete() and (is_last or not self._may_ask_again)
         if is_complete and not self._is_stored and self._start_message["status"] == 200:
             experiences = self._store_answer()
         frame = None
@@ -422,7 +422,7 @@ class _Exchange:
             self._record.fail(failed)
             raise failed from e
 
-    async def failed(self, error: Exception) -> None:
+    async def answer_error(self, error: Exception) -> None:
         """Answer with an error: as its own response if nothing was sent, otherwise as the last event of a stream.
 
         If the answer is no stream, its rest is dropped. uvicorn then closes the connection, so the client notices it.

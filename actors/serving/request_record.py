@@ -63,9 +63,9 @@ class RequestRecord:
         text = rendered()
         if self.model.encode(text) != ids:  # the text can't stand for the ids
             return ids
-        return self.exact(text) or ids
+        return self.exact_ids(text) or ids
 
-    def exact(self, text: str) -> list[int] | None:
+    def exact_ids(self, text: str) -> list[int] | None:
         """Return a rendered prompt's ids, with the sampled ids of earlier answers; None if it continues no answer."""
         if not (self.chat and self.keeps_answers):
             return None
@@ -100,7 +100,7 @@ class RequestRecord:
             self.failed = error
             self.failed_with(error)
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Return True if there were calls to the engine, and all of them are answered."""
         return bool(self.generations) and all(g.completions is not None for g in self.generations)
 

@@ -124,7 +124,8 @@ class _SmallServer:
             raise invalid_field("top_logprobs", top_count, "logprobs: true as well")
         messages = parse_messages(body.get("messages"))
         answer = self._empty_answer(body, record, is_chat=True, with_logprobs=bool(logprobs), top_count=top_count)
-        prompt, _ = await record.model.prompt_of(messages, parse_tools(body), template_variables(body), record.exact)
+        tools, template = parse_tools(body), template_variables(body)
+        prompt, _ = await record.model.prompt_of(messages, tools, template, record.exact_ids)
         return await self._respond(record, [prompt], answer)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:
@@ -185,7 +186,7 @@ class _SmallServer:
     async def _respond(self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer) -> Response:
         """Generate completions for the prompts, and return the answer whole or as a stream."""
         if answer.stream:
-            return await _streamed(self._chunks(record, prompts, answer))
+            return await _streaming_response(self._chunks(record, prompts, answer))
         return json_response(answer.whole(await self._generate_all(record, prompts, answer.sampling)))
 
     async def _generate_all(
@@ -306,7 +307,7 @@ class _Answer:
         ids = {"token_ids": c.token_ids} if self._with_ids else {}
         return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}
 
-    def _name_of(self, token: int) -> str:
+    def _token_name(self, token: int) -> str:
         """Return a token's name in logprobs: its text, or `token_id:N` if the request wants that."""
         return f"token_id:{token}" if self._named_by_id else self._tokenizer.decode([token])
 
@@ -322,14 +323,14 @@ class _Answer:
             offset += len(self._tokenizer.decode([t]))
         top = None
         if c.top_logprobs is not None:
-            top = [{self._name_of(t): max(p, _LEAST_LOGPROB) for t, p in reversed(row)} for row in c.top_logprobs]
-        return {"tokens": [self._name_of(t) for t in c.token_ids], "token_logprobs": c.logprobs or [],
+            top = [{self._token_name(t): max(p, _LEAST_LOGPROB) for t, p in reversed(row)} for row in c.top_logprobs]
+        return {"tokens": [self._token_name(t) for t in c.token_ids], "token_logprobs": c.logprobs or [],
                 "top_logprobs": top, "text_offset": offsets}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         """Return a token with its logprob in the form of a chat's `logprobs`."""
         text = self._tokenizer.decode([token])
-        return {"token": self._name_of(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
+        return {"token": self._token_name(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
 
 
 def _entry(token: int, logprob: float) -> dict[str, Any]:
@@ -346,7 +347,7 @@ def _usage(prompt: int, response: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": response, "total_tokens": prompt + response}
 
 
-async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:
+async def _streaming_response(chunks: AsyncGenerator[bytes]) -> Response:
     """Wait for the first event, and return a streaming response. Later errors become the stream's last event."""
     from starlette.responses import StreamingResponse
 

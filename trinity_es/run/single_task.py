@@ -173,10 +173,10 @@ class _TracebackRunner(WorkflowRunner):
         super().__init__(*args, **kwargs)
         self.tracebacks: list[str] = []
 
-    def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
+    def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
         """Keep the error's traceback, and go on as the base class."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
-        return super()._failure(error, out)
+        return super()._kind_and_message(error, out)
 
 
 def _write(played: PlayedTask) -> None:

@@ -29,7 +29,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary
+from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary_size
 from trinity_es.actors.engines.http import vllm_requests
 from trinity_es.actors.engines.http.server_load import LoadReport
 from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, is_refused
@@ -157,7 +157,7 @@ class HTTPEngine(ServerWeights):
 
     async def _first_test(self) -> None:
         """Make the test request and send it once; meanwhile update `waits_for`. Raises EngineError, ServerGone."""
-        self._vocabulary = vocabulary(self._model, self.tokenizer)
+        self._vocabulary = vocabulary_size(self._model, self.tokenizer)
         self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         test = asyncio.create_task(self._gives_processed_logprobs())
         try:

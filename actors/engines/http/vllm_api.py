@@ -135,8 +135,8 @@ class VLLMServer:
     ) -> Any:
         """Send a request and return the JSON of a successful answer. Raises EngineError for an error."""
         answer = await self.request(method, path, body, seconds=seconds, max_bytes=max_bytes, **params)
-        self._check(answer, path)
-        value = self._read(answer, lambda value: value) if answer.content else None
+        self._raise_for_status(answer, path)
+        value = self._parse(answer, lambda value: value) if answer.content else None
         # The body of a status 200 may still report a failure, of the request or of a worker.
         results = value.get("results") if isinstance(value, dict) else None
         for part in (value, *(results if isinstance(results, list) else ())):
@@ -150,13 +150,13 @@ class VLLMServer:
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
-                with self._counted():
+                with self._count_open():
                     return await self.ask("POST", path, body, max_bytes=max_bytes)
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_open(self) -> Iterator[None]:
         """Count a request for tokens as open within this context."""
         request = object()
         self._start_times[request] = time.monotonic()
@@ -183,8 +183,8 @@ class VLLMServer:
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
-                with self._counted():
-                    async with contextlib.aclosing(self._streamed(path, body, max_bytes)) as events:
+                with self._count_open():
+                    async with contextlib.aclosing(self._stream_events(path, body, max_bytes)) as events:
                         async for event in events:
                             yield event
                 return
@@ -204,7 +204,7 @@ class VLLMServer:
             raise error
         await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
-    async def _streamed(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
+    async def _stream_events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer to one request, without retries. Raises like `ask`."""
         import httpx
 
@@ -212,7 +212,7 @@ class VLLMServer:
             async with self._client().stream("POST", path, json=body, extensions=size_limit(max_bytes)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
-                    self._check(answer, path)
+                    self._raise_for_status(answer, path)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -225,7 +225,7 @@ class VLLMServer:
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_error_text(e))})") from e
 
-    def _read(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
+    def _parse(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
         """Return `pick(body)` for the answer's JSON body. Raises EngineError if it is not JSON or `pick` fails."""
         try:
             return pick(json.loads(answer.content))
@@ -233,7 +233,7 @@ class VLLMServer:
             text = self.scrubbed(_short_message(answer.text))
             raise EngineError(f"{answer.request.url} gave an answer that is not in the format of vLLM: {text!r}") from e
 
-    def _check(self, answer: httpx.Response, path: str) -> None:
+    def _raise_for_status(self, answer: httpx.Response, path: str) -> None:
         """Raise ServerGone or EngineError if the answer's status is an error. `path`: that of the request."""
         status = answer.status_code
         if status < 300:
@@ -263,7 +263,7 @@ class VLLMServer:
         """Return why the server can't serve, such as a dead engine; empty if it can. Raises ServerGone."""
         answer = await self.request("GET", "/health", seconds=STATUS_SECONDS)
         try:
-            self._check(answer, "/health")
+            self._raise_for_status(answer, "/health")
         except EngineError as e:
             return str(e)
         return ""
@@ -300,8 +300,8 @@ class VLLMServer:
         answer = await self.request("GET", "/weight_info", seconds=STATUS_SECONDS)
         if answer.status_code in (404, 405):
             return None
-        self._check(answer, "/weight_info")
-        return self._read(answer, lambda body: str(body["weight_version"]))
+        self._raise_for_status(answer, "/weight_info")
+        return self._parse(answer, lambda body: str(body["weight_version"]))
 
     async def start_time(self) -> str:
         """Return the server process's start time (Unix), from its metrics; empty if missing (`--api-server-count`)."""
@@ -320,7 +320,7 @@ class VLLMServer:
         answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=STATUS_SECONDS)
         if answer.status_code != 200:
             return None
-        return self._read(answer, lambda body: [int(token) for token in body["tokens"]])
+        return self._parse(answer, lambda body: [int(token) for token in body["tokens"]])
 
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
@@ -336,8 +336,8 @@ class VLLMServer:
     async def is_paused(self) -> bool:
         """Return True if the server's generation is paused. Raises EngineError if the server does not report it."""
         answer = await self.request("GET", "/is_paused", seconds=STATUS_SECONDS)
-        self._check(answer, "/is_paused")
-        return self._read(answer, lambda body: bool(body["is_paused"]))
+        self._raise_for_status(answer, "/is_paused")
+        return self._parse(answer, lambda body: bool(body["is_paused"]))
 
     async def rejects(self) -> bool:
         """Return True if the server reports a pause; False if it reports none, or nothing.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from trinity_es.actors.engines.checkpoints import resolve_model, unloadable
+from trinity_es.actors.engines.checkpoints import resolve_model, why_unloadable
 from trinity_es.actors.engines.http.vllm_api import DEV_MODE, UNLABELLED, ServerFacts, ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.events.errors import EngineError, SyncError
@@ -231,7 +231,7 @@ class ServerWeights:
             self._require_alive()
             facts = self._server_facts()
             if Path(path).is_dir():
-                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
+                problem = await asyncio.to_thread(why_unloadable, path, self._shapes, self._has_tied_head)
                 if problem:
                     raise SyncError(
                         f"version {version} was not loaded: {problem}; still serving version {self.model_version}"

@@ -24,9 +24,9 @@ from trinity_es.actors.engines.vllm.values import (
     completion_of,
     missing_fields,
     output_kind,
-    read_at_the_end,
     request_output,
     text_of,
+    whole_answer_fields,
     with_changes,
 )
 from trinity_es.events.errors import ConfigError, EngineError
@@ -227,8 +227,8 @@ class _RecordingClient:
             logprobs = sampling_params.logprobs
             if not getattr(sampling_params, "logprob_token_ids", None):  # if set, vLLM adds the sampled token's itself
                 changes["logprobs"] = max(logprobs or 0, 0) if logprobs != -1 else -1
-            if _text_alone(sampling_params):
-                changes |= read_at_the_end(sampling_params.stop, 0)
+            if _wants_text_only(sampling_params):
+                changes |= whole_answer_fields(sampling_params.stop, 0)
         params = with_changes(sampling_params, changes)
         call = None
         if record.wanted:
@@ -237,14 +237,16 @@ class _RecordingClient:
             if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
                 call = record.begin_journaled_call(ids, sampling, further, forbids=_stateful_option(params))
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
-            return self._from_journal(record, generation, call, prompt, sampling_params, params, request_id, more)
+            return self._answer_from_journal(
+                record, generation, call, prompt, sampling_params, params, request_id, more
+            )
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
-        answers = self._recorded(record, generation, outputs, sampling_params, params)
+        answers = self._record_outputs(record, generation, outputs, sampling_params, params)
         if generation is None or call is None:
             return answers
-        return self._journaled(generation, call, answers, request_id)
+        return self._record_in_journal(generation, call, answers, request_id)
 
-    async def _from_journal(
+    async def _answer_from_journal(
         self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, raw_params: Any, params: Any,
         request_id: str, more: dict[str, Any],
     ) -> AsyncGenerator[Any]:
@@ -256,7 +258,7 @@ class _RecordingClient:
             own_params = with_changes(params, {
                 "n": sampling.n, "seed": sampling.seed, "max_tokens": sampling.max_tokens,
                 "min_tokens": sampling.min_tokens, "output_kind": output_kind("FINAL_ONLY"),
-                **read_at_the_end(params.stop, 0),
+                **whole_answer_fields(params.stop, 0),
             })
             own_prompt = {**prompt, "prompt_token_ids": ids}
             source = self._engine.outputs(own_prompt, own_params, record.adapter, request, **more)
@@ -273,7 +275,7 @@ class _RecordingClient:
         names_tokens = raw_params.logprobs == 0
         yield request_output(request_id, prompt, generation.completions, tokenizer if names_tokens else None)
 
-    async def _journaled(
+    async def _record_in_journal(
         self, generation: Generation, call: CallJournal, answers: AsyncGenerator[Any], request_id: str
     ) -> AsyncGenerator[Any]:
         """Yield these outputs while the run's journal records them. Their end is recorded before it is yielded."""
@@ -288,7 +290,7 @@ class _RecordingClient:
                 await call.record_end(recorded, None)
                 raise
 
-    async def _recorded(
+    async def _record_outputs(
         self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], raw_params: Any,
         params: Any,
     ) -> AsyncGenerator[Any]:
@@ -330,7 +332,7 @@ class _RecordingClient:
             raise
 
 
-def _text_alone(params: Any) -> bool:
+def _wants_text_only(params: Any) -> bool:
     """Return True if the client wants only the whole text, without logprobs."""
     logprobs = (getattr(params, name, None) for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
     whole = params.output_kind == output_kind("FINAL_ONLY")

@@ -22,7 +22,7 @@ from trinity_es.events.errors import EngineError
 
 __all__ = [
     "add_texts", "completion_of", "load_reporting_llm", "missing_fields", "output_kind", "partial_answers",
-    "prompt_of_ids", "read_at_the_end", "request_output", "sampling_params", "text_of", "whole_answer_params",
+    "prompt_of_ids", "request_output", "sampling_params", "text_of", "whole_answer_fields", "whole_answer_params",
     "with_changes",
 ]
 
@@ -51,7 +51,7 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
     from vllm import SamplingParams
 
     try:
-        structured = _structured(s.json_schema) if s.json_schema else None
+        structured = _structured_outputs(s.json_schema) if s.json_schema else None
         return SamplingParams(
             **{name: getattr(s, name) for name in SHARED}, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
             logprobs=s.top_logprobs if s.logprobs else None, stop=list(s.stop) or None, structured_outputs=structured,
@@ -68,10 +68,10 @@ def whole_answer_params(s: Sampling) -> Any:
 
 @lru_cache(maxsize=256)  # vLLM changes only a copy, except of those with a schema, which are not cached
 def _whole_answer_params(s: Sampling) -> Any:
-    return sampling_params(s, read_at_the_end(s.stop, s.top_logprobs))
+    return sampling_params(s, whole_answer_fields(s.stop, s.top_logprobs))
 
 
-def _structured(schema: str | Mapping[str, Any]) -> Any:
+def _structured_outputs(schema: str | Mapping[str, Any]) -> Any:
     """Return vLLM's StructuredOutputsParams for a JSON schema (text or mapping); {} allows any object."""
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -83,7 +83,7 @@ def missing_fields(unsaid: Mapping[str, Any], params: Any) -> dict[str, Any]:
     """Return `unsaid` (names of `Sampling`) as fields of SamplingParams; its schema only if `params` have none."""
     missing = {name: value for name, value in unsaid.items() if name != "json_schema"}
     if unsaid.get("json_schema") and params.structured_outputs is None:
-        missing["structured_outputs"] = _structured(unsaid["json_schema"])
+        missing["structured_outputs"] = _structured_outputs(unsaid["json_schema"])
     return missing
 
 
@@ -178,7 +178,7 @@ def partial_answers(
     return parts
 
 
-def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:
+def whole_answer_fields(stop: Any, top_logprobs: int) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams that save work if an answer is read only when whole.
 
     vLLM then decodes text only to find stop strings, and makes an object per logprob only for top logprobs.
@@ -187,7 +187,7 @@ def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:
 
 
 async def add_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: list[Any]) -> None:
-    """Set the texts of finished outputs that vLLM did not decode (`read_at_the_end`). Long ones use a thread."""
+    """Set the texts of finished outputs that vLLM did not decode (`whole_answer_fields`). Long ones use a thread."""
     if params.detokenize:
         return
 

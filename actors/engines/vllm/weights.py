@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, unloadable
+from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, why_unloadable
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.processes import process_lives
 
@@ -132,7 +132,7 @@ class WeightChanges:
     async def _load(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
         """Check the weights at `path` and load them by `load(path)`. If that fails, restore the served ones."""
         async with self._weights_lock:
-            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
+            problem = await asyncio.to_thread(why_unloadable, path, self._shapes, self._has_tied_head)
             if problem:
                 raise SyncError(
                     f"version {version} was not loaded: {problem}; still serving version {self.model_version}"

@@ -70,7 +70,7 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
     answer = text.rpartition("</think>")[2]
     content = message.get("content")
     content = content.strip() if isinstance(content, str) else ""
-    objects, between = _objects(answer)
+    objects, between = _json_objects(answer)
     expected = [(name, _json(arguments)) for name, arguments in calls]
     words: list[str] | None = None
     if [call for value in objects for call in _as_call(value)] == expected:
@@ -122,7 +122,7 @@ def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
             yield name, _json(arguments)
 
 
-def _objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _json_objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the JSON objects in a text, and the texts before, between and after them."""
     objects, between = list[dict[str, Any]](), list[str]()
     last_end = failure_count = 0

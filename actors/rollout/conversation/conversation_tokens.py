@@ -70,7 +70,8 @@ class Conversing:
 
         Raises WorkflowError if the chat template refuses the messages.
         """
-        return _flat(self._template(messages, tools, tokenize=True, **_template_arguments(messages, template)))
+        arguments = _template_arguments(messages, template)
+        return _token_ids(self._apply_template(messages, tools, tokenize=True, **arguments))
 
     async def prompt_of(
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None,
@@ -89,13 +90,13 @@ class Conversing:
     ) -> tuple[list[int], str | None]:
         """Return what `prompt_of` returns; computed in the calling thread."""
         arguments = _template_arguments(messages, template)
-        text = self._template(messages, tools, tokenize=False, **arguments)
+        text = self._apply_template(messages, tools, tokenize=False, **arguments)
         ids: list[int] | None = None
         if isinstance(text, str):
             refuse_too_long(self.tokenizer, text, self.context)
         # Only if the template is a text, the ids are certain to be those of the rendered text.
         if not isinstance(text, str) or not isinstance(getattr(self.tokenizer, "chat_template", None), str):
-            ids = _flat(self._template(messages, tools, tokenize=True, **arguments))
+            ids = _token_ids(self._apply_template(messages, tools, tokenize=True, **arguments))
             if not isinstance(text, str) or self.encode(text) != ids:
                 return ids, None
         continued = exact(text) if exact is not None else None
@@ -131,7 +132,7 @@ class Conversing:
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") == "assistant" and messages[i - 1].get("role") != "assistant":
                 arguments = {"add_generation_prompt": True, **(template or {})}
-                yield str(self._template(list(messages[:i]), tools, tokenize=False, **arguments))
+                yield str(self._apply_template(list(messages[:i]), tools, tokenize=False, **arguments))
 
     def tokenized(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, limit: int | None = None
@@ -279,12 +280,12 @@ class Conversing:
         return before + separator if separator else text[: max(text.find(str(first.get("content"))), 0)]
 
     def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
-        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
+        return _token_ids(self._apply_template(messages, tools, tokenize=True, add_generation_prompt=answer))
 
     def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
-        return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
+        return str(self._apply_template(messages, tools, tokenize=False, add_generation_prompt=answer))
 
-    def _template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
+    def _apply_template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
         """Call the tokenizer's `apply_chat_template`, and return its result. Raises WorkflowError if it fails."""
         if tools is not None:
             arguments["tools"] = tools
@@ -312,7 +313,7 @@ def _common_length(a: list[int], b: list[int]) -> int:
     return min(len(a), len(b))
 
 
-def _flat(rendered: Any) -> list[int]:
+def _token_ids(rendered: Any) -> list[int]:
     """Return token ids from the result of `apply_chat_template`: a list, or since transformers 5 a dict with one."""
     if hasattr(rendered, "keys"):
         rendered = rendered["input_ids"]

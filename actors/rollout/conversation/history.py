@@ -168,7 +168,7 @@ class Remembering(Conversing):
         joined.info = {**{k: v for k, v in last.info.items() if not k.endswith("_spans")}, **joined.info}
         return joined
 
-    def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
+    def _newest_sampled_answer(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
         """Return turn, index and tools of a conversation's newest sampled answer. If `tools` is None, try the run's."""
         candidates = self._tools[::-1] if tools is None else [tools]
         for i in range(len(messages) - 1, 0, -1):
@@ -179,7 +179,7 @@ class Remembering(Conversing):
                     return turn, i, candidate
         return None
 
-    def _answered_in(self, messages: Sequence[Message], tools: Any) -> bool:
+    def _has_answer_in(self, messages: Sequence[Message], tools: Any) -> bool:
         """Return True if the text or the prompt of some answer of this run is in a conversation."""
         prompts = {turn.rendered for turn in self.turns} - {None}
         texts = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}

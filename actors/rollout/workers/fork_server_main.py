@@ -63,7 +63,7 @@ class _Template:
                 with contextlib.suppress(BlockingIOError):
                     while wakeup_reader.recv(4096):
                         pass
-                self.reap()
+                self.report_ended_children()
             if self.end not in readable:
                 continue
             data, fds = b"", list[int]()
@@ -100,7 +100,7 @@ class _Template:
         end_with_parent(parent)
         return False
 
-    def reap(self) -> None:
+    def report_ended_children(self) -> None:
         """Report the children that have ended."""
         while self.children:
             pid, status = os.waitpid(-1, os.WNOHANG)

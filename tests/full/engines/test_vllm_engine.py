@@ -317,7 +317,7 @@ def test_a_reload_that_fails_half_way_is_undone_to_the_last_weight(
 ) -> None:
     live.run(live.engine.load_weights(3, str(other)))
     before = live.run(live.engine.generate("c=", GREEDY))
-    monkeypatch.setattr(vllm_weights, "unloadable", lambda *_: None)  # it would see it, so vLLM never would
+    monkeypatch.setattr(vllm_weights, "why_unloadable", lambda *_: None)  # it would see it, so vLLM never would
     in_flight = live.spawn(live.engine.generate("d=", Sampling(max_tokens=200, ignore_eos=True)))
     with pytest.raises(SyncError, match="loaded again"):
         live.run(live.engine.load_weights(9, other_shape(tiny, tmp_path / "bad")))
