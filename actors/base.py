@@ -1,10 +1,10 @@
-"""Base class of all actors: errors, threads, timers and log files, which Thespian leaves to its users.
+"""Base class of all actors. It handles errors, threads, timers and log files, which Thespian leaves to its users.
 
-- An exception never reaches Thespian, which would run the handler a second time. The actor logs it and calls `crashed`.
+- An exception never reaches Thespian, which would run the handler again. The actor logs it and calls `on_crash`.
 - A thread never sends. It passes a callable to `post`, and the actor's own loop runs it, woken through a socket pair
   under ThespianWatch. Every handler must return that watch, or Thespian forgets it.
 - A fault of the C level (a segfault in an engine) ends the process instead of being caught and re-run for ever.
-- Timers carry a name; `cancel` forgets them, since Thespian can't.
+- Timers have names, by which `cancel` cancels them. Thespian itself can't cancel a timer.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         self._timer_calls: dict[str, Callable[[], None]] = {}
 
     # --- for subclasses -------------------------------------------------------------------------------------------
-    def crashed(self, error: BaseException) -> None:
-        """Decide what to do after a handler raised. The error is logged already."""
+    def on_crash(self, error: BaseException) -> None:
+        """Handle an exception of a handler, after it was logged: a hook for subclasses."""
 
     def accepts(self, message: Any) -> bool:
-        """Return True to have this message handled. One that is not accepted is dropped, and its sender repeats it."""
+        """Return True if the actor handles this message now. Otherwise it is dropped, and its sender repeats it."""
         return True
 
     def after_message(self) -> None:
@@ -101,14 +101,14 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
                 end.setblocking(False)
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        """Run `call` once, `seconds` from now, instead of a timer of the same name."""
+        """Set a timer that runs `call` once, `seconds` from now. It replaces a timer of the same name."""
         self._timer_number += 1
         self._timers[name] = self._timer_number
         self._timer_calls[name] = call
         self.wakeupAfter(timedelta(seconds=seconds), payload=(name, self._timer_number))
 
     def cancel(self, name: str) -> None:
-        """Forget a timer. Unknown names are fine."""
+        """Cancel the timer of this name, if there is one."""
         self._timers.pop(name, None)
         self._timer_calls.pop(name, None)
 
@@ -118,19 +118,19 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
 
     # --- Thespian's side ------------------------------------------------------------------------------------------
     def receiveMessage(self, message: Any, sender: Any) -> ThespianWatch | None:
-        """Handle a message and run what was posted: Thespian's entry. Returns the watch that `post` needs."""
+        """Handle a message, then run the posted calls. Thespian calls this, and keeps the returned watch for `post`."""
         try:
             self._handle(message, sender)
-            self._drain()
+            self._run_posted_calls()
             self.after_message()
         except BaseException as e:
-            self._report(e)
+            self._handle_exception(e)
         return None if self._pair is None else ThespianWatch([self._pair[0].fileno()])
 
     def _handle(self, message: Any, sender: Any) -> None:
         """Run a timer's call, `on_exit` or `on_child_exit`, or the message's handler if it is accepted."""
         if isinstance(message, WatchMessage):
-            return  # a call was posted, which _drain runs
+            return  # a call was posted, which _run_posted_calls runs
         if isinstance(message, WakeupMessage):
             name, number = message.payload
             if self._timers.get(name) == number:  # otherwise it was cancelled or replaced
@@ -150,8 +150,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         if self.accepts(message):
             handler(message, sender)
 
-    def _drain(self) -> None:
-        """Run the posted calls."""
+    def _run_posted_calls(self) -> None:
         if self._pair is not None:
             try:
                 while self._pair[0].recv(4096):
@@ -163,21 +162,21 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
             try:
                 call()
             except BaseException as e:
-                self._report(e)
+                self._handle_exception(e)
 
-    def _report(self, error: BaseException) -> None:
-        """Log an exception and call `crashed`."""
+    def _handle_exception(self, error: BaseException) -> None:
+        """Log an exception and call `on_crash`."""
         self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
         try:
-            self.crashed(error)
+            self.on_crash(error)
         except BaseException as e:
-            self.log.critical("crashed() itself failed", exc_info=e)
+            self.log.critical("on_crash() itself failed", exc_info=e)
 
     def on_exit(self) -> None:
-        """End this actor, at the request of the actor system."""
+        """Clean up before this actor ends at the request of the actor system: a hook for subclasses."""
 
     def on_child_exit(self, child: Any) -> None:
-        """Handle the end of a child process."""
+        """Handle the end of the child process with this address: a hook for subclasses."""
 
 
 def kill_group(pgid: int) -> None:

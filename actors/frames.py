@@ -1,9 +1,8 @@
-"""Frames, the format of messages on the wire, and the buffer that drops what strangers send.
+"""Frames, the format of messages on the wire, and the buffer that refuses bytes from senders without the system's key.
 
 A frame is its length in digits, ">", a header of fixed size, the payload. The header holds the number of this format,
-the payload's SHA-256, and an HMAC-SHA256 over both, the length and the port that the frame goes to. A sender without
-the key gets no further than the header: no payload is read before the header's seal fits, and the payload must have the
-hash that the header names.
+the payload's SHA-256, and a seal: an HMAC-SHA256 over these two, the length, and the receiver's port. The receiver
+reads no payload before it has checked the seal, and then checks the payload against its hash.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ MAX_FRAME = 16 * 1024 * 1024
 HEADER = 1 + 32 + 32
 """Size of a header in bytes."""
 ANSWER = 0
-"""Port in the seal of an answer, which goes back on the connection of its frame."""
+"""Port number in the seal of an answer. An answer goes back on the connection of its frame, so it needs no real one."""
 KNOCK = b"knock "
-"""Beginning of a payload that is no message. No pickle begins like this."""
+"""First bytes of a payload that only asks for an answer (`knock`). No pickled message begins like this."""
 KNOCK_SECONDS = 5.0
 """How long to wait for the answer to a knock."""
 
 _LENGTH = 20
-"""Bytes in which the length has to end. No more is read before it has."""
+"""Maximum bytes of the length with its ">". The buffer reads no further before it has the length."""
 _CHUNK = 1024 * 1024
 """Maximum number of bytes in one read."""
 
 
 def frame(key: bytes, port: int, payload: bytes) -> bytes:
-    """Return the bytes that go over the wire to this port."""
+    """Return the frame that carries this payload to the process at this port."""
     size = HEADER + len(payload)
     head = bytes([PROTOCOL]) + hashlib.sha256(payload).digest()
     return b"%d>%b%b%b" % (size, head, _seal(key, port, size, head), payload)
@@ -50,17 +49,17 @@ def _seal(key: bytes, port: int, size: int, head: bytes) -> bytes:
 
 
 class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
-    """Buffer for one incoming frame. It replaces Thespian's, which keeps everything that comes."""
+    """Buffer for one incoming frame. It replaces Thespian's buffer, which keeps all incoming bytes."""
 
     def __init__(self, key: bytes, *ports: int) -> None:
-        """`ports`: the ports that its seal may be for."""
+        """`ports`: the ports for which the frame may be sealed."""
         super().__init__()
         self._key, self._ports = key, ports
         self.port: int | None = None
-        """Port that the frame is for; None until its seal fits."""
+        """Port for which the frame is sealed; None until the seal was checked."""
 
     def remainingAmount(self) -> int:
-        """Return how many bytes to read next: not past the header before its seal fits, never past the frame."""
+        """Return how many bytes to read next. Until the seal was checked, that is at most the rest of the header."""
         if self._size is None:
             return _LENGTH
         received = len(self._buf)
@@ -95,8 +94,9 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
 
 
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Return True if the process behind this port has the same key, False if it answers anything else, None if no
-    answer comes within `timeout` seconds. The process closes the connection after its answer.
+    """Ask the process at this port for a sealed answer, and return True if it has the same key.
+
+    Returns False after a wrong answer, None if no answer comes within `timeout` seconds.
 
     The loop that handles messages sends the answer, so a process that answers does not hang.
     """

@@ -1,10 +1,10 @@
 """Start an actor system in a clean interpreter: `python -m trinity_es.actors.launch SETUP.json`.
 
 A clean interpreter, because a trainer holds CUDA contexts, threads and database connections that a fork would inherit.
-The setup file holds the resolved config, address and port, and the first incarnation; the environment says where the
-key is (`system_key.py`). The process exits when the coordinator has its lease (0) or after the deadline (1); the system
-stays. The actors are forked from what this module imports, so no import may start a thread (numpy ends its own at
-a fork) or open a file.
+The setup file holds the resolved config, address and port, and the number of the first runner process (incarnation).
+The environment says where the key is (`system_key.py`). This process exits with 0 when the coordinator has its lease,
+or with 1 after the deadline; the actor system stays. The actors are forks with this module's imports, so no import may
+start a thread (numpy ends its own at a fork) or open a file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.config.config import LaunchedConfig
-from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent, import_ahead
+from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent_class, import_ahead
 from trinity_es.actors.messages import Configure
 from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.sealed_transport import AuthenticatedSystemBase
-from trinity_es.actors.server_addresses import past_proxies
+from trinity_es.actors.server_addresses import no_proxy_variables
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import raise_file_limit
 from trinity_es.events.store.checks.log_end import claims_of
@@ -40,13 +40,13 @@ from trinity_es.events.store.checks.log_end import claims_of
 __all__ = ["main"]
 
 ARENAS_OPTION, ARENAS = -8, 2
-"""M_ARENA_MAX of malloc.h, and the number of heaps that a process's threads share. Each heap keeps what was freed."""
+"""M_ARENA_MAX of malloc.h, and the number of heaps that a process's threads share. Each heap keeps its freed memory."""
 SILENT_SECONDS = 20.0
 """How long a guardian, which never blocks, may be silent before it counts as dead."""
 
 
 def main(setup_path: str) -> int:
-    """Start the actor system of a setup file, and return the exit status."""
+    """Start the actor system that a setup file describes, and return the exit status."""
     _save_memory()
     # Unbuffered. A buffer that a full disk did not take would be kept, and each fork would fail to write it first.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), errors="backslashreplace",
@@ -62,11 +62,11 @@ def main(setup_path: str) -> int:
     # Only this user may read the system's files. Runners restore the umask for the user's own code.
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
     if config.host is not None or config.hosts.address:
-        host_agent()  # imported before the fork of the actors
+        host_agent_class()  # imported before the fork of the actors
     _import_engines(config)
     gc.enable()
     gc.freeze()  # the imports stay, so garbage collection in the actors, which are forks, need not visit them
-    os.environ.update(past_proxies(os.environ, config.system.address))  # also for workflows and their programs
+    os.environ.update(no_proxy_variables(os.environ, config.system.address))  # also for workflows and their programs
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it; then the admin dies with its logger
     key = read_key()
@@ -102,7 +102,7 @@ def main(setup_path: str) -> int:
 
 
 def _end_with_guardian(admin_class: Any) -> None:
-    """Make the admin exit when the guardian dies. Otherwise it would seem to run, and do nothing."""
+    """Make the admin exit when the guardian dies. An admin without its guardian would run on and do nothing."""
     original = admin_class.h_ChildActorExited
 
     def child_exited(admin: Any, envelope: Any) -> Any:
@@ -114,7 +114,7 @@ def _end_with_guardian(admin_class: Any) -> None:
 
 
 def _save_memory() -> None:
-    """Import ahead what forked actors share, and limit malloc's heaps: an idle runner then takes 16 MB, not 22."""
+    """Import modules that forked actors share, and limit malloc's heaps. An idle runner then takes 16 MB, not 22."""
     import_ahead()
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only; programs that engines start are not affected
     if set_option is not None:
@@ -122,7 +122,7 @@ def _save_memory() -> None:
 
 
 def _import_engines(config: LaunchedConfig) -> None:
-    """Import our own engines' modules ahead, but not vLLM, which starts threads, nor a user's, which may change."""
+    """Import this package's own engines that need no vLLM, which starts threads. A user's engine may change later."""
     modules = {model.engine_class.partition(":")[0] for model in config.models.values() if model.engine_type != "vllm"}
     for module in modules:
         if module.startswith("trinity_es."):
@@ -130,7 +130,7 @@ def _import_engines(config: LaunchedConfig) -> None:
 
 
 def _exit_when_gone(address: str, port: int) -> None:
-    """Check the admin's port until no process listens there; then exit this process with status 1. For a thread."""
+    """Wait in a thread until no process listens on the admin's port, then exit this process with status 1."""
     while not _refuses_connections(address, port):
         time.sleep(0.2)
     print("the actor system died while it started", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""Lease providers: classes of the user's, as "module:Class", that make and release what runs hold open.
+"""Lease providers: a user's classes ("module:Class") that create and release outside resources, such as sandboxes.
 
 The run that takes a lease builds its provider. If that run can't release it, another process builds the provider again
 from the log alone. `create(key, ttl)` returns the handle of the lease. `release(key, handle)` ends it; the handle is
-None if it is unknown, and a lease that does not exist must be no error. `renew(key, handle, ttl)` and
-`attach(key, handle, ttl)`, by which the next attempt takes over what a lost one held, are optional. All may be async.
+None if it is unknown, and a lease that does not exist must be no error. Optional: `renew(key, handle, ttl)`, and
+`attach(key, handle, ttl)`, by which a task's next attempt takes over the resource of a lost one. All may be async.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ def build_provider(path: str, args: Mapping[str, Any]) -> Any:
 
 
 def recordable_json(what: str, value: Any) -> Any:
-    """Return a value as plain JSON that may be recorded; `what` names it in errors.
-
-    Raises ValueError if JSON can't hold it, it takes more than `MOST_BYTES`, or a text in it looks like a secret.
-    """
+    """Return a value as plain JSON for the log. `what` names it in errors. Raises ValueError if JSON can't hold it, it
+    takes more than `MOST_BYTES`, or a text in it looks like a secret."""
     secrets = _secrets_in(value)
     try:
         data = plain(value)

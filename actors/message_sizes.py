@@ -1,4 +1,4 @@
-"""Ways to keep messages small: groups, shortened texts, and payloads for large results."""
+"""Functions that keep messages small: they group items, cut texts, and put large results into payloads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trinity_es.actors.requests import LIMIT
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import RunResult
 
-__all__ = ["LARGEST_RESULTS", "grouped", "outcome_size", "pack_results", "shortened", "unpack_results"]
+__all__ = ["LARGEST_RESULTS", "outcome_size", "pack_results", "shorten_error", "split_by_size", "unpack_results"]
 
 LARGEST_RESULTS = 256 * 2**20
-"""Maximum JSON of the results of one unit, in bytes: they become one event, and a database takes 1 GB in a row."""
+"""Maximum size in bytes of one unit's results as JSON. They become one event, and a database row holds up to 1 GB."""
 
 ERROR_LENGTH = 4000
 """Maximum characters of an error's text in the log."""
@@ -24,11 +24,9 @@ ERROR_LENGTH = 4000
 _T = TypeVar("_T")
 
 
-def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
-    """Return items in groups below the size limit of a message; without items, one empty group.
-
-    `size` returns the bytes of an item as JSON.
-    """
+def split_by_size(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
+    """Split items into groups that each fit in a message. Without items, there is one empty group. `size` returns the
+    bytes of an item as JSON."""
     groups: list[list[_T]] = [[]]
     group_size = 0
     for item in items:
@@ -41,18 +39,18 @@ def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
     return groups
 
 
-def shortened(message: str) -> str:
-    """Return an error's text as the log can hold it: not too long, and UTF-8, which a file name in it may not be."""
+def shorten_error(message: str) -> str:
+    """Return an error's text cut to `ERROR_LENGTH` and as valid UTF-8, since a file name in it may not be UTF-8."""
     return message[:ERROR_LENGTH].encode(errors="replace").decode()
 
 
 def outcome_size(outcome: UnitOutcome) -> int:
-    """Return how many bytes an outcome takes as JSON in a message. Raises TypeError for what JSON can't hold."""
+    """Return the size of an outcome as JSON, in bytes. Raises TypeError if it has a value that JSON can't hold."""
     return len(orjson.dumps([outcome.results, outcome.failures])) + 200
 
 
 def pack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
-    """Return an outcome that fits in a message. If its results are too large, they go to the payload store.
+    """Return the outcome in a form that fits in a message: results that are too large go to the payload store.
 
     The payload belongs to this attempt alone, so it can be deleted once the results are in the log. Raises what
     `PayloadStore.put` raises.
@@ -65,7 +63,7 @@ def pack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
 
 
 def unpack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
-    """Return the outcome that `pack_results` got. Raises what `PayloadStore.get` raises."""
+    """Undo `pack_results`: return the outcome with its results. Raises what `PayloadStore.get` raises."""
     if not outcome.results_digest:
         return outcome
     _, results, failures = orjson.loads(payloads.get(outcome.results_digest))

@@ -1,11 +1,12 @@
-"""Every message between the processes of a system, on one screen.
+"""All messages between the processes of a system.
 
-Messages carry control data only, in groups (many units out, many outcomes back), and never a token. Large values travel
-as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload. A unit's results do the same
-(`UnitOutcome.results_digest`). Thespian's transport is quadratic in the size of a message, so `LIMIT` holds for all.
+Messages carry control data and never a token. A unit is some or all runs of one task; one message carries many units or
+many outcomes. A task or a unit's results that are too large go into a payload, and the message names its digest.
+Thespian's transport is quadratic in the size of a message, so `LIMIT` holds for each.
 
-Thespian pickles messages, and the receiver dispatches on the class name alone. A message that may arrive after a
-restart names the incarnation that it is for, because an address may later belong to another actor.
+Thespian pickles messages, and the receiver dispatches on the class name alone. Each process of a runner has a number,
+its incarnation. A message that may arrive after a restart names the incarnation that it is for, because an address may
+later belong to another actor.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Configure:
     """Launcher to guardian: start everything with this config."""
 
     config: LaunchedConfig = field(repr=False)
-    """Holds the password of the database, as do the configs of the other messages."""
+    """Left out of `repr`, here and in other messages, because it holds the password of the database."""
     port: int
     """Port of the actor system's admin."""
     first_incarnation: int
     """Number of the first incarnation, higher than that of any runner in the log."""
     known: tuple[Claim, ...] = ()
-    """The end of the log when the system was started."""
+    """The end of the log when the system started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,55 +52,55 @@ class StartCoordinator:
     alive: dict[str, int]
     """Incarnation of every runner that has a process now."""
     known: tuple[Claim, ...] = ()
-    """The end of the log, as the predecessor reported it."""
-    told: frozenset[str] = frozenset()
-    """Runners that may have heard of a later end of the log, from a predecessor."""
+    """The end of the log, as the previous coordinator reported it."""
+    informed_runners: frozenset[str] = frozenset()
+    """Runners to which a previous coordinator may have reported a later end of the log."""
     hosts_heard: dict[str, float] = field(default_factory=dict)
-    """Time at which the predecessor last heard of each other host, in monotonic seconds."""
+    """Host -> monotonic seconds at which the previous coordinator last heard from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRunner:
-    """Guardian to runner: start your engine. CoordinatorUp follows when a coordinator is up."""
+    """Guardian to runner: start your engine. The guardian sends CoordinatorUp when a coordinator is up."""
 
     name: str
     incarnation: int
     config: LaunchedConfig = field(repr=False)
     model: str = "rollout"
-    """The model that it serves. Runners of the rollout model get units; workflows call the others."""
+    """The model that the runner serves. Runners of the rollout model get units; workflows call the other models."""
     first_place: int = 0
-    """The first GPU or core that its engine takes (`actors.engines.devices`)."""
+    """The first GPU or core that the runner's engine takes (`actors.engines.devices`)."""
     places: int = 1
     """Number of GPUs or cores that all engines take together."""
     url: str = ""
-    """URL of the server that it supervises, for engines of type `http`."""
+    """URL of the server that the runner supervises, for engines of type `http`."""
     weights: tuple[int, str] = (0, "")
-    """Current weights, as in `Servers`; a server is restarted with them."""
+    """Version and folder of the current weights, as in `Servers`. A server that restarts gets them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Coordinator to guardian, repeated every few seconds: external servers that should have a runner now."""
+    """Coordinator to guardian, repeated every few seconds: the external servers that need a runner now."""
 
     servers: dict[str, str]
-    """Runner -> URL. Runners of the rollout model that are missing here are to retire."""
+    """Runner -> URL. The guardian retires every other runner of the rollout model."""
     retire: dict[str, int]
-    """Runner -> incarnation, for runners whose end is not in the log yet."""
+    """Runner -> incarnation of runners that have to retire and whose end is not in the log yet."""
     weights: tuple[int, str] = (0, "")
     """Version and folder of the current weights; an empty folder stands for the original model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Guardian to rollout runners and coordinator: where auxiliary models serve. Sent on changes and now and then."""
+    """Guardian to rollout runners and coordinator: URLs of the auxiliary models. Sent on changes, and repeated."""
 
     models: dict[str, dict[str, str]]
-    """Model -> runner -> URL, of the runners that serve."""
+    """Model -> runner -> URL, for the runners whose engines serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorUp:
-    """Coordinator to guardian when it has the lease; guardian to runners: report to this coordinator from now on."""
+    """Coordinator to guardian: I have the lease of the log. Guardian to runners: report to this coordinator now."""
 
     coordinator: Any
     epoch: int
@@ -107,24 +108,24 @@ class CoordinatorUp:
 
 @dataclass(frozen=True, slots=True)
 class RunnerDied:
-    """Guardian to coordinator: this process is gone. Repeated to each later coordinator."""
+    """Guardian to coordinator: this runner's process has ended. The guardian repeats it to each later coordinator."""
 
     name: str
     incarnation: int
     reason: str
     deaths: int = 0
-    """Number of lives of this slot that ended within `period` seconds."""
+    """Number of this runner's processes that ended in the last `period` seconds."""
     period: float = 0.0
     quarantined: bool = False
-    """The guardian does not start it again."""
+    """True if the guardian does not start this runner again."""
     model: str = "rollout"
     asked: bool = False
-    """Its end was requested: its units are attempted again, and the death counts against none of them."""
+    """True if the end was requested. Then it counts against none of the units that the runner had."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaceRunner:
-    """Coordinator to guardian: end this life of a runner and start another. Ignored if this life has ended."""
+    """Coordinator to guardian: end this incarnation of a runner and start another. Ignored if it has ended already."""
 
     name: str
     incarnation: int
@@ -133,15 +134,15 @@ class ReplaceRunner:
 
 @dataclass(frozen=True, slots=True)
 class EndedRunners:
-    """Guardian to coordinator, now and then: the last ended life of each runner, in case a RunnerDied was lost."""
+    """Guardian to coordinator, now and then, in case a RunnerDied was lost: which incarnations have ended."""
 
     ended: dict[str, int]
-    """Runner -> incarnation. This life and all before it have ended."""
+    """Runner -> the highest incarnation that has ended. All lower ones have ended too."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorWaits:
-    """Coordinator to guardian: it can't take over yet, because the log can't be written. It answers clients so."""
+    """Coordinator to guardian: I can't take over yet because the log can't be written. I answer clients with that."""
 
     coordinator: Any
 
@@ -158,7 +159,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """Coordinator to guardian, its last message: another system owns the store now, so this system has to end."""
+    """Coordinator to guardian, as its last message: another system owns the store now, so this system has to end."""
 
     owner: str
 
@@ -172,23 +173,23 @@ class StoreGone:
 
 @dataclass(frozen=True, slots=True)
 class HostLeaves:
-    """Host to coordinator: give my runners no new units. The answer, when they have none left, is HostDrained."""
+    """Host to coordinator: give my runners no new units. HostDrained answers it when they have no units left."""
 
     reason: str
     final: bool = False
-    """The host ends now, drained or not."""
+    """True if the host ends now, even if its runners have units left."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDrained:
-    """Coordinator to host: no units are left on its runners."""
+    """Coordinator to host: your runners have no units left."""
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A child's heartbeat, to guardian and coordinator. Its arrival shows that the process lives, its content whether
-    the process makes progress."""
+    """Heartbeat of a runner or the coordinator. Its arrival shows that the process lives, its content whether the
+    process makes progress."""
 
     name: str
     incarnation: int
@@ -196,17 +197,17 @@ class Heartbeat:
     silent: float = 0.0
     """Seconds since the runner's engine loop last answered a call. Large if the loop is blocked."""
     epoch: int = 0
-    """Epoch of the coordinator that it reports to."""
+    """Epoch of the coordinator that sends this, or that the runner reports to."""
     trouble: str = ""
-    """Error that keeps it from storing finished results. It keeps them and retries."""
+    """Error that prevents the runner from storing finished results. It keeps them and retries."""
     waits_for: str = ""
-    """External action that its engine needs before it can start; meanwhile it does not count as late."""
+    """External action that the engine needs before it can start. Meanwhile the runner does not count as late."""
     end: Mark | None = None
-    """End of the log, in the coordinator's heartbeat."""
+    """End of the log; only the coordinator sends it."""
     runs_wait: str = ""
-    """Something outside of the system that some of its runs wait for, such as an environment server, in their words."""
+    """How many of the runner's runs wait for something outside of the system, and for what."""
     hosts_heard: dict[str, float] = field(default_factory=dict)
-    """Time at which each other host was last heard of, in monotonic seconds; in the coordinator's heartbeat."""
+    """Host -> monotonic seconds at which the coordinator last heard from it; only the coordinator sends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,22 +225,22 @@ class RunnerStatus:
     load_seconds: float = 0.0
     reason: str = ""
     loading: int | None = None
-    """The version of the weights that it is loading now."""
+    """The version of the weights that the runner is loading now."""
     adapters: dict[str, int] = field(default_factory=dict)
-    """The LoRA adapters that its engine serves, with their versions."""
+    """Adapter -> version, for the LoRA adapters that the engine serves."""
     endpoint: str = ""
-    """URL of its engine's OpenAI-compatible endpoint (`actors/serving/engine_server.py`), once it is ready."""
+    """URL of the engine's OpenAI-compatible endpoint (`actors/serving/engine_server.py`), once it is ready."""
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
-    """Units that it has, or whose outcomes it keeps: (batch, submission, ((task, first run, attempt), ...))."""
+    """Units that run, or whose outcomes are not confirmed: (batch, submission, ((task, first run, attempt), ...))."""
     model: str = "rollout"
     engine_version: str = ""
-    """Version that its engine reports, once it is ready."""
+    """Version that the engine reports, once it is ready."""
     known: Mark | None = None
-    """The end of the log, as far as it has heard."""
+    """The latest end of the log that the runner has heard of."""
     kv_share: float = 0.0
-    """Share of its engine's KV cache in use at the last change of its places."""
+    """Share of the engine's KV cache that was in use when `places` last changed."""
     waiting: int = 0
-    """Number of requests that waited in its engine at that time."""
+    """Number of requests that waited in the engine at that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,7 @@ class RunnerActivity:
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOutcome:
-    """Results and failures of one unit."""
+    """Results and failures of one unit: some or all runs of one task."""
 
     batch_id: BatchId
     submission: str
@@ -263,7 +264,7 @@ class UnitOutcome:
     failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
     """(run, kind, message) of each run that failed."""
     results_digest: str = ""
-    """Digest of the payload that holds both, if they are too large for a message."""
+    """Digest of the payload with `results` and `failures`, if these are too large for a message."""
     payload: PayloadRef | None = None
     model_version: int = 0
     model_version_end: int = 0
@@ -271,55 +272,55 @@ class UnitOutcome:
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that belong to no single run, as in `RunsFinished`."""
     lacks: bool = False
-    """The runner's machine lacks something that the unit needs, such as a module or a secret."""
+    """True if the runner's machine lacks something that the unit needs, such as a module or a secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeReport:
-    """A group of outcomes. The runner keeps it and sends it again until a `RunUnits.acks` names its number."""
+    """A group of outcomes. The runner keeps it and sends it again until a `RunUnits.acks` contains its number."""
 
     name: str
     incarnation: int
     number: int
     outcomes: list[UnitOutcome]
     known: Mark | None = None
-    """The end of the log, as far as the runner had heard."""
+    """The latest end of the log that the runner had heard of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChange:
-    """A change of a lease, reported by its run (`events/vocabulary/lease_events.py`)."""
+    """A change of a lease (an outside resource of a run), reported by the run (`events/vocabulary/lease_events.py`)."""
 
     lease: str
     what: Literal["taken", "held", "renewed", "released", "left"]
-    """`left`: the run does not release it, for `reason`."""
+    """`left`: the run did not release the lease, and `reason` says why."""
     batch_id: BatchId
     submission: str
     unit: Unit
     run: int
     provider: str = ""
-    """With `taken`, as the next five."""
+    """This field and the next five are set for `taken`."""
     args: dict[str, Any] = field(default_factory=dict)
     ttl: float = 0.0
-    """Also with `renewed`."""
+    """Set for `renewed` too."""
     creation_timeout: float = 0.0
     attachable: bool = False
     number: int = 0
     handle: Any = None
-    """With `held`."""
+    """Set for `held`."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReport:
-    """A group of changes. The runner keeps it and sends it again until a LeaseReply names its number."""
+    """A group of lease changes. The runner keeps it and sends it again until a LeaseReply names its number."""
 
     name: str
     incarnation: int
     number: int
     changes: list[LeaseChange]
     known: Mark | None = None
-    """The end of the log, as far as the runner had heard."""
+    """The latest end of the log that the runner had heard of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +346,7 @@ class AdaptersLoadResult:
     errors: list[tuple[str, int, str]]
     """(adapter, version, error) of each adapter that could not be loaded."""
     adapters: dict[str, int]
-    """Adapters that its engine serves now."""
+    """Adapter -> version, for the adapters that the engine serves now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +363,7 @@ class GroupJoinResult:
 @quickly_pickled
 @dataclass(frozen=True, slots=True)
 class UnitAssignment:
-    """A unit and its task, as JSON or as the digest of the payload that holds it."""
+    """A unit for a runner, with its task: as JSON, or as the digest of the payload that holds the JSON."""
 
     batch_id: BatchId
     submission: str
@@ -373,12 +374,12 @@ class UnitAssignment:
     timeout: float = 0.0
     """Seconds that the attempt may take; 0: explorer.max_timeout."""
     kept: str = ""
-    """Digest of the payload with what lost attempts had."""
+    """Digest of the payload with the answers, complete or partial, that lost attempts had; empty without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunUnits:
-    """Units to run, and the numbers of the groups of outcomes that are durable in the log."""
+    """Units to run, and (`acks`) the numbers of the OutcomeReports that are durable in the log."""
 
     incarnation: int
     items: list[UnitAssignment]
@@ -389,7 +390,7 @@ class RunUnits:
 
 @dataclass(frozen=True, slots=True)
 class CancelUnits:
-    """Order to stop these units (task, first run) of a batch, whatever they are doing. No outcome is expected."""
+    """Order to stop these units (task, first run) of a batch at once. The runner reports no outcome for them."""
 
     incarnation: int
     batch_id: BatchId
@@ -399,19 +400,19 @@ class CancelUnits:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """Acknowledgement: this group of lease changes is in the log."""
+    """Acknowledgement that the LeaseReport with this number is in the log."""
 
     incarnation: int
     number: int
     refused: dict[str, str]
-    """Lease -> reason, for leases that may not be taken."""
+    """Lease -> reason, for leases that the run may not take."""
     attaches: dict[str, Any] = field(default_factory=dict)
-    """Lease -> handle of the resource that it takes over."""
+    """Lease -> handle, for leases that take over the resource of a lost attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryActivity:
-    """Question of what the runner is doing now. Its answer is a RunnerActivity."""
+    """Request for the runner's current activity, which it answers with a RunnerActivity."""
 
     incarnation: int
 
@@ -422,22 +423,22 @@ class LoadWeights:
     version: int
     path: str
     from_group: bool = False
-    """Take the weights from the trainer's group. `path` holds the same weights."""
+    """True to receive the weights over the trainer's process group. The folder `path` holds the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapters:
-    """Order to serve these LoRA adapters, and no others."""
+    """Order to serve these LoRA adapters and no others."""
 
     incarnation: int
     number: int
-    """Number of this order, which the coordinator counts and the answer repeats."""
+    """Number of this order; the answer repeats it."""
     adapters: tuple[AdapterPublished, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Order to join the group that the trainer opens at `address:port`, to get weights from its memory."""
+    """Order to join the process group that the trainer opens at `address:port` to send weights from its memory."""
 
     incarnation: int
     id: str

@@ -11,7 +11,7 @@ from trinity_es.events.errors import WorkflowError
 if TYPE_CHECKING:
     import openai
 
-__all__ = ["Endpoint", "async_client", "client", "from_openai"]
+__all__ = ["Endpoint", "async_client", "client", "is_openai_error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,20 @@ class Endpoint:
 
 
 def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
-    """Return a blocking client that calls `check` before each request, in the thread that sends it.
-
-    Raises WorkflowError if openai can't be imported.
-    """
+    """Return a blocking client that calls `check` before each request, in the thread that sends it. Raises
+    WorkflowError if openai can't be imported."""
     package = _import_openai()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
-    return _client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
+    return _build_client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    """Return a client for an event loop. Raises WorkflowError if openai can't be imported."""
+    """Return an asyncio client of the endpoint. Raises WorkflowError if openai can't be imported."""
     package = _import_openai()
-    return _client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
+    return _build_client(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
 
-def from_openai(error: BaseException) -> bool:
+def is_openai_error(error: BaseException) -> bool:
     """Return True if this error, or one in its chain of causes, comes from an OpenAI client."""
     current: BaseException | None = error
     while current is not None:
@@ -57,7 +55,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
+def _build_client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
     # No retries: the engine would refuse the same request again, and the runner attempts a failed run again.
     client = client_class(
         http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None
@@ -67,7 +65,7 @@ def _client(client_class: Any, http: Any, endpoint: Endpoint) -> Any:
 
 
 def _import_openai() -> Any:
-    """Return the package openai. Raises WorkflowError."""
+    """Import the package openai and return it. Raises WorkflowError if that fails."""
     try:
         import openai
     except ImportError as e:

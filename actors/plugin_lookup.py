@@ -1,4 +1,4 @@
-"""Lookup of what a config names: a registered name, or a user's own "module:Class".
+"""Lookup of the classes and functions that a config names: by a registered name, or as a user's own "module:Class".
 
 Installed packages register workflows, rewards, monitors, engines, environments and commands as entry points. Operators,
 outputs, priority functions and monitors are built here, so their errors read the same.
@@ -17,30 +17,32 @@ from typing import Any
 
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 
-__all__ = ["build", "did_you_mean", "find", "lacking", "load", "look_in", "registered", "resolve", "way_out"]
+__all__ = [
+    "add_import_folders", "build", "did_you_mean", "find", "load", "missing_attribute", "name_suggestion", "registered",
+    "resolve",
+]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
-"""Modules of this package under the names that logs of earlier releases have, and their present names."""
+"""Former names of modules, which logs of earlier releases contain, and their present names."""
 
 
-def look_in(*folders: str, first: bool = True) -> None:
+def add_import_folders(*folders: str, first: bool = True) -> None:
     """Add folders to the import path: before all others, or after them with `first=False`."""
     index = 0 if first else len(sys.path)
     sys.path[index:index] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def load(path: str) -> Any:
-    """Import a module, or the attribute of it that "module:Class" names.
-
-    Raises whatever the import raises, and AttributeError if the module lacks the attribute.
-    """
+    """Import a module, or the attribute of it that "module:Class" names. Raises whatever the import raises, and
+    AttributeError if the module lacks the attribute."""
     module, _, attribute = path.partition(":")
     imported = importlib.import_module(MOVED.get(module, module))
     return attrgetter(attribute)(imported) if attribute else imported
 
 
-def lacking(path: str) -> str:
-    """Return a sentence about the attribute of "module:Class" that the module, if imported, lacks; "" if none."""
+def missing_attribute(path: str) -> str:
+    """Return a sentence that the module of "module:Class" has no such attribute, with a similar name if there is one.
+    Returns "" if the module has the attribute, or is not imported."""
     name, _, attribute = path.partition(":")
     module: Any = sys.modules.get(MOVED.get(name, name))
     if module is None:
@@ -71,7 +73,7 @@ def registered(kind: str) -> Mapping[str, str]:
 
 
 @cache
-def _entry_points() -> Any:  # of another type before Python 3.12. Reading those of 200 packages takes 6 ms
+def _entry_points() -> Any:  # another type before Python 3.12. Reading the entry points of 200 packages takes 6 ms
     return entry_points()
 
 
@@ -80,10 +82,10 @@ def _package_name(point: EntryPoint) -> str:
 
 
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], shape: str) -> Callable[..., Any]:
-    """Return the class or function of the `kind` with this name: one of `known`, or the user's own "module:Class".
+    """Return the class or function with this name: one of `known`, or the user's own "module:Class".
 
-    `known` has callables, or their paths, by name. `shape` says in errors what the user's own must be like. Raises
-    ConfigError.
+    `known` has callables, or their paths, by name. Errors name the `kind`, and describe by `shape` what a user's own
+    class must offer. Raises ConfigError.
     """
     path = known.get(name, name)
     if not isinstance(path, str):
@@ -97,7 +99,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
     try:
         factory = load(path)
     except Exception as e:  # importing runs a user's module, which may raise anything
-        missing = lacking(path) if isinstance(e, AttributeError) else ""
+        missing = missing_attribute(path) if isinstance(e, AttributeError) else ""
         if missing:
             raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
         raise ConfigError(
@@ -105,7 +107,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
             f"where it runs, or put it on PYTHONPATH. Known: {names}", **{kind: name},
         ) from e
     if not callable(factory):
-        raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class", **{kind: name})
+        raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class: name {shape}", **{kind: name})
     return factory  # type: ignore[no-any-return]  # any callable; the caller checks what it returns
 
 
@@ -121,15 +123,15 @@ def build(
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name, registered or "module:Class". Raises UnknownWorkflow, which calls it a `what`."""
+    """Return the class for a name in `registry`, or for a "module:Class". Raises UnknownWorkflow, which says `what`."""
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
-        raise UnknownWorkflow(f"{what} {name!r} is not registered (known: {known}){way_out(name, registry)}")
+        raise UnknownWorkflow(f"{what} {name!r} is not registered (known: {known}){name_suggestion(name, registry)}")
     try:
         return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
-        missing = lacking(path) if isinstance(e, AttributeError) else ""
+        missing = missing_attribute(path) if isinstance(e, AttributeError) else ""
         if missing:
             raise UnknownWorkflow(f"{what} {name!r}: {missing}") from e
         raise UnknownWorkflow(
@@ -138,12 +140,12 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
         ) from e
 
 
-def way_out(name: str, registered: Iterable[str]) -> str:
-    """Return a suggestion for a name that is not registered: a similar name, or to register it."""
+def name_suggestion(name: str, registered: Iterable[str]) -> str:
+    """Return the end of an error about an unregistered name. It suggests a similar name, or to register this one."""
     return did_you_mean(name, registered) or '; register it, or give it as "module:name"'
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion of a known name with similar spelling, as the end of an error; "" if there is none."""
+    """Return "; did you mean NAME?" for a known name of similar spelling, as the end of an error; "" if none is."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,6 +1,4 @@
-"""Messages between a client and the system, and the packing of JSON into them. Requests contain commands
-(`actors/commands`).
-"""
+"""Messages between a client and the system, and the packing of JSON into them. A request carries a command."""
 
 from __future__ import annotations
 
@@ -16,23 +14,21 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["LIMIT", "Parcel", "Reply", "Request", "Where", "WhereReply", "pack", "unpack"]
 
 LIMIT = 128 * 1024
-"""Maximum bytes of JSON inside one message; its pickle stays well under 256 KiB."""
+"""Maximum bytes of JSON in one message. The pickle of the message stays well under 256 KiB."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """JSON bytes, or the digest of the payload that holds them."""
+    """A JSON value in a message: its bytes, or the digest of the payload that holds them."""
 
     inline: bytes | None
     digest: str | None = None
 
 
 def pack(value: Any, payloads: PayloadStore) -> Parcel:
-    """Return a JSON value ready for a message; a large one goes to the payload store.
-
-    Raises DataError for what JSON can't hold.
-    """
+    """Pack a JSON value for a message. A value above `LIMIT` goes to the payload store. Raises DataError if JSON can't
+    hold the value."""
     try:
         data = orjson.dumps(value)
     except TypeError as e:
@@ -75,9 +71,9 @@ class Request:
     command: str
     args: dict[str, Any]
     known: Mark | None = None
-    """The end of the log, as far as this client has heard. A coordinator whose log lacks it does nothing."""
+    """Latest end of the log that this client has seen. A coordinator whose log lacks that event does nothing."""
     by: str = ""
-    """The client in words, for logs."""
+    """Description of the client, for logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +84,4 @@ class Reply:
     value: Parcel
     error: dict[str, Any] | None = None
     end: Mark | None = None
-    """The end of the log at the time of the answer, which holds up to there."""
+    """End of the log when the answer was made."""

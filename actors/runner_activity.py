@@ -1,16 +1,16 @@
 """Current activity of the runners: each reports its own, and the coordinator gathers the reports with a deadline.
 
-A runner's state is plain JSON. `runner, incarnation, model, state, model_version` (the version that its engine serves),
-`answered` (false: the runner missed the deadline, and the coordinator filled in what it has), `units` (number assigned
-to it). `running`: a row for each run that plays now (`workflow_id` "batch/task/run", `runs` if a workflow does several
-itself, `model_version` at its begin, `begin_time` in unix seconds, `running_time` in seconds), the longest first and
-at most `SHOWN_RUNS`; `running_count` counts all. `workflow_id, begin_time, end_time, running_time` describe the run
-that has played longest (`end_time` null), or, if none plays, the last one that ended; null before any.
-`terminate_time` is another name of `end_time`. `workflow_state` is what that run's workflow set by
-`model.set_workflow_state`; `waits_for` in it names what the run waits for outside of the system, and `why` and
-`status` show it.
+A runner's state is plain JSON, and is never written to the log. Its keys:
 
-None of it is in the log, because none of it is decided or finished yet.
+- `runner, incarnation, model, state, model_version` (the version that its engine serves), `units` (number assigned).
+- `answered`: false if the runner missed the deadline; then the coordinator fills in what it knows.
+- `running`: at most `SHOWN_RUNS` rows, the longest-running first, one for each run that plays now. A row has
+  `workflow_id` "batch/task/run", `runs` (number of runs, if one call of a workflow plays several), `model_version` at
+  its start, `begin_time` in unix seconds, `running_time` in seconds. `running_count` counts all of them.
+- `workflow_id, begin_time, end_time, running_time`: the run that has played longest (`end_time` null). If none plays,
+  the last run that ended; null before any. `terminate_time` is another name of `end_time`.
+- `workflow_state`: what the same run's workflow set by `model.set_workflow_state`. The key `waits_for` in it names what
+  the run waits for outside of the system; `why` and `status` show it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from trinity_es.events.store.records.clock import steady_clock
 
-__all__ = ["SHOWN_RUNS", "RunActivity", "runner_state", "table"]
+__all__ = ["SHOWN_RUNS", "RunActivity", "runner_state", "states_table"]
 
 SHOWN_RUNS = 64
 """Maximum number of rows in a runner's state, which travels in a message."""
@@ -40,8 +40,8 @@ class RunActivity:
         self._number = 0
 
     @contextmanager
-    def shown(self, workflow_id: str, runs: int, model_version: int) -> Iterator[Row]:
-        """Show a run (or the first of several) while it plays. The caller may add to its row."""
+    def show(self, workflow_id: str, runs: int, model_version: int) -> Iterator[Row]:
+        """List a run (or the first of several) as running within the `with` block. Yields its row, for additions."""
         self._number += 1
         number = self._number  # not the run's id: an attempt may begin before the last one has ended
         row: Row = {
@@ -54,10 +54,10 @@ class RunActivity:
             del self._running[number]
             self.last = {**row, "end_time": self.clock()}
 
-    def waits(self) -> str:
-        """Return how many runs wait for something outside of the system, and what the one that began first waits for.
+    def waiting_text(self) -> str:
+        """Return a phrase such as "2 of its runs wait for X", or "" if no run waits for anything outside of the system.
 
-        A workflow says so by a text `waits_for` in its state. Empty if none waits.
+        A run waits if its workflow's state has a text `waits_for`. X is that text of the waiting run that began first.
         """
         rows = list(self._running.values())  # a copy, since another thread changes the dict
         rows.sort(key=lambda row: row["begin_time"])
@@ -76,7 +76,8 @@ class RunActivity:
 
 
 def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
-    """Return a runner's state (module docs): `fields`, and its runs. `activity` is None if it did not answer."""
+    """Return a runner's state as the module docs describe it: `fields`, and keys about its runs. `activity` is None if
+    the runner did not answer."""
     running = [] if activity is None else activity.running()
     last = None if activity is None else activity.last
     run: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}
@@ -94,7 +95,7 @@ def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
     return {**fields, **run, **runs}
 
 
-def table(states: Mapping[str, Mapping[str, Any]]) -> str:
+def states_table(states: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the states of runners as a table for people, one line each."""
     headings = ("runner", "model", "state", "version", "units", "playing", "longest", "for s")
     rows = [headings]

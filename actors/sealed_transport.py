@@ -5,10 +5,10 @@ runs code. `AuthenticatedTransport` changes three things:
 
 - It binds to one address, that of the admin: loopback, unless `system.address` says otherwise.
 - Every frame is sealed by an HMAC-SHA256 with the key of this system (`system_key.py`). The receiver checks the seal
-  before it keeps anything (`frames.py`), let alone unpickles it. A frame without a seal is dropped with its connection
-  and without an answer, and logged as a warning: in a system's process to standard error, which is the launch log; in a
-  client to its logging. Connections that show no seal have little time, and are few.
-- A peer that takes nothing (it is stopped, or hangs) delays no messages to other peers. A message to it is dropped
+  before it reads the payload (`frames.py`), let alone unpickles it. If a frame has no valid seal, the receiver closes
+  the connection without an answer and logs a warning: in a system's process to standard error, which is the launch log;
+  in a client to its logging. Connections without a sealed frame are limited in number and closed after seconds.
+- A peer that reads nothing (it is stopped, or hangs) delays no messages to other peers. A message to it is dropped
   after seconds, and few more are queued. Senders repeat every message that may be lost.
 
 A seal also covers the port that the frame goes to, so a frame sent to one process can't be replayed to another.
@@ -54,7 +54,7 @@ from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, fr
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import end_with_parent, raise_file_limit
 
-__all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
+__all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening_addresses", "listening_host"]
 
 WARN_SECONDS = 5.0
 """Interval between two warnings of one process, so that constant rubbish does not fill the disk."""
@@ -75,21 +75,21 @@ MAX_PENDING = 1000
 """Maximum number of messages under way, to all peers together; more are queued. With Thespian's own 20, one stopped
 peer soon blocks all sending."""
 MAX_UNTAKEN = 16
-"""Maximum number of messages that wait for a peer which has taken none for `SILENT_SECONDS`."""
+"""Maximum number of unread messages to a peer that has read nothing for `SILENT_SECONDS`. Further ones are dropped."""
 SILENT_SECONDS = 5.0
-"""How long a peer may take nothing before further messages to it are dropped."""
+"""How long a peer may read nothing before `MAX_UNTAKEN` applies to it."""
 
 MAX_STRANGERS = 256
-"""Maximum number of connections without a seal so far. Beyond it the oldest are dropped."""
+"""Maximum number of open connections that have not shown a valid seal. Beyond it the oldest are closed."""
 
 _ADDRESS = "Trinity-ES Address"
-"""Capability of the admin with the address to listen on."""
+"""Key, among the admin's capabilities, of the address to listen on."""
 
 _log = logging.getLogger(__name__)
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------
-def listening(pid: int) -> list[tuple[str, int]]:
+def listening_addresses(pid: int) -> list[tuple[str, int]]:
     """Return the addresses and ports on which a process of this user listens; [] if it is gone."""
     with contextlib.suppress(psutil.Error):
         connections = psutil.Process(pid).net_connections("tcp4")
@@ -97,26 +97,24 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return []
 
 
-def listens_at(pid: int, port: int) -> str:
+def listening_host(pid: int, port: int) -> str:
     """Return the address on which a process of this user listens on this port; 127.0.0.1 if it does not listen."""
-    return next((host for host, other_port in listening(pid) if other_port == port), "127.0.0.1")
+    return next((host for host, other_port in listening_addresses(pid) if other_port == port), "127.0.0.1")
 
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Untaken:
-    """Messages to one peer that it has not taken yet."""
+    """Number of messages to one peer that it has not read yet."""
 
     last_taken_at: float
-    """Time at which the peer last took one; at first, when its first message came."""
+    """Time at which the peer last read a message; before that, the time of the first message to it."""
     count: int = 0
 
 
 class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is untyped
-    """Thespian's TCP transport, on one address and with sealed frames.
-
-    Child processes get the class of their parent's transport, so all of a system have it.
-    """
+    """Thespian's TCP transport, on one address and with sealed frames. A child process gets the transport class of its
+    parent, so all processes of a system use this one."""
 
     def __init__(self, init: Any, *args: Any, key: bytes | None = None) -> None:
         super(TCPTransport, self).__init__()  # TCPTransport's own __init__ binds to all interfaces
@@ -124,7 +122,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         place = None
         if isinstance(init, TCPEndpoint):  # the admin, its logger, or an actor
             _, place, self._parentAddr, self._adminAddr, _, _ = init.args
-            _give_up_inherited()
+            _release_inherited_files()
             parent = multiprocessing.parent_process()
             if place is None and parent is not None:  # the admin has a place, and outlives the launcher that forked it
                 end_with_parent(parent.pid or 0)
@@ -161,7 +159,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         self._checkChildren = self._shutdownSignalled = False
 
     def childResetFileNumList(self) -> list[int]:
-        return []  # _give_up_inherited does it
+        return []  # _release_inherited_files has done it
 
     @staticmethod
     def getAdminAddr(capabilities: dict[str, Any]) -> ActorAddress:
@@ -182,7 +180,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         return bool(self._aTB_numPendingTransmits < self._max_pending)
 
     def _schedulePreparedIntent(self, intent: Any, has_exclusive_flag: bool = False) -> None:
-        """Extend Thespian's method: drop messages to a peer that reads nothing, and bound how long one waits."""
+        """Extend Thespian's method: drop messages to a peer that reads nothing, and limit how long a message waits."""
         peer, now = intent.targetAddr.addressDetails, time.monotonic()
         untaken = self._untaken.setdefault(peer, _Untaken(now))
         if untaken.count >= MAX_UNTAKEN and now - untaken.last_taken_at > SILENT_SECONDS:
@@ -203,14 +201,14 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         super()._schedulePreparedIntent(intent, has_exclusive_flag=has_exclusive_flag)
 
     def _next_XMIT_2(self, intent: Any) -> bool:
-        """Extend Thespian's: once all is sent, wait for the answer at once, not after another turn of the loop."""
+        """Extend Thespian's method: after the last byte, wait for the answer at once, not in the loop's next turn."""
         continues = bool(super()._next_XMIT_2(intent))
         if continues and intent.stage == self._XMITStepShutdownWrite:
             return self._next_XMIT_3(intent)
         return continues
 
     def _processIntentTimeouts(self) -> None:
-        """Extend Thespian's, which goes through all messages under way after each turn: do that only if one is due."""
+        """Call Thespian's method, which visits all messages under way, only if one of them is due."""
         now = currentTime()
         if any(map(partial(self._is_due, now), (*self._transmitIntents.values(), *self._waitingTransmits))):
             super()._processIntentTimeouts()
@@ -223,7 +221,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         )
 
     def _next_XMIT_3(self, intent: Any) -> bool:
-        """Extend Thespian's: receive the answer into a buffer of ours."""
+        """Extend Thespian's method: receive the answer into a `Frame`, which checks the seal."""
         continues = bool(super()._next_XMIT_3(intent))
         intent.ackbuf = Frame(self._key, ANSWER, self._port)
         return continues
@@ -238,14 +236,14 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
             intent.ackbuf._deserialize = lambda _: pickle.loads(intent.ackbuf.payload())
             return bool(super()._check_XMIT_4_done(intent, b""))
         except Exception as e:  # Thespian would drop the intent with its callbacks, and never send there again
-            self._warn(intent.socket, f"as an answer: {e}")
+            self._log_refusal(intent.socket, f"as an answer: {e}")
             intent.backoffPause(True)
             intent.stage = self._XMITStepRetry
             return bool(self._nextTransmitStep(intent))
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Extend Thespian's: accept several connections a turn, and refuse the oldest of too many without a seal."""
+        """Extend Thespian's method: accept several connections a turn, and close the oldest beyond MAX_STRANGERS."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):
@@ -255,26 +253,26 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
                 break
         strangers = []
         for descriptor, incoming in self._incomingSockets.items():
-            self._begin(incoming)
+            self._prepare_buffer(incoming)
             if incoming._rData.port is None:
                 strangers.append((incoming._expires._time_to_quit, descriptor))
         for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # our own show their seal while they are young
             self._refuse(self._incomingSockets.pop(descriptor), "too many connections without a seal")
 
     def _close_idle(self) -> None:
-        """Close the connections unused for longest if there are too many: without free files a process ends."""
+        """Close the connections unused for longest if too many are open. A process without free files would end."""
         excess = len(self._openSockets) - self._max_idle
         if excess > 0:
             self.close_oldest_idle_sockets(excess)
 
     def close_oldest_idle_sockets(self, num_to_close: int = 1) -> None:
-        """Replace Thespian's, which can't compare two connections of one age."""
+        """Replace Thespian's method, which fails to compare two connections of the same age."""
         expiries = {key: idle.validity._time_to_quit for key, idle in self._openSockets.items()}
         for key in sorted(expiries, key=expiries.__getitem__)[:num_to_close]:
             _safeSocketShutdown(self._openSockets.pop(key))
 
-    def _begin(self, incoming: Any) -> None:
-        """Set up the buffer for the next frame on this connection, once."""
+    def _prepare_buffer(self, incoming: Any) -> None:
+        """Give this connection a `Frame` buffer with a deadline, unless it has one."""
         if not isinstance(incoming._rData, Frame):
             incoming._rData = Frame(self._key, self._port)
             incoming._expires = ExpirationTimer(STRANGER_SECONDS)
@@ -282,19 +280,19 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
     def _handlePossibleIncoming(
         self, incoming: Any, fileno: int, closed: bool = False, has_exclusive_flag: bool = False
     ) -> Any:
-        """Extend Thespian's: refuse a connection whose time is over and that has nothing to read now."""
+        """Extend Thespian's method: refuse a connection whose deadline has passed, unless it has bytes to read now."""
         readable = incoming.socket is not None and incoming.socket.fileno() == fileno
         if not closed and not readable and incoming._expires.view().expired():
             return self._refuse(incoming, "the frame did not come in time")
         return super()._handlePossibleIncoming(incoming, fileno, closed, has_exclusive_flag)
 
     def _handleReadableIncoming(self, incoming: Any, has_exclusive_flag: bool = False) -> Any:
-        """Read what has come of a frame, its header first. Refuse a wrong frame as soon as its header shows that."""
-        self._begin(incoming)
+        """Read the bytes of a frame that have arrived, its header first. Refuse the frame if the seal is wrong."""
+        self._prepare_buffer(incoming)
         buffer = incoming._rData
         while not buffer.isDone():
             was_stranger = buffer.port is None
-            if not was_stranger and self._unfinished(buffer) > MAX_UNFINISHED:
+            if not was_stranger and self._unfinished_bytes(buffer) > MAX_UNFINISHED:
                 return self._refuse(incoming, "too many bytes of incomplete frames")
             try:
                 data = incoming.socket.recv(buffer.remainingAmount())
@@ -314,13 +312,13 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
                 incoming._expires = ExpirationTimer(FRAME_SECONDS)
         return self._addedDataToIncoming(incoming, has_exclusive_flag=has_exclusive_flag)
 
-    def _unfinished(self, buffer: Frame) -> int:
-        """Return the number of bytes received of incomplete frames: this one, and those that wait for more."""
+    def _unfinished_bytes(self, buffer: Frame) -> int:
+        """Return how many bytes of incomplete frames are in memory: in `buffer` and in those of other connections."""
         others = [i._rData for i in self._incomingSockets.values() if i._rData is not buffer]
         return len(buffer._buf) + sum(len(other._buf) for other in others)
 
     def _addedDataToIncoming(self, incoming: Any, skip_finish: bool = False, has_exclusive_flag: bool = False) -> Any:
-        """Replace Thespian's: check the seal before the frame is unpickled, and answer with a sealed frame."""
+        """Replace Thespian's method: check the payload before unpickling it, and answer with a sealed frame."""
         buffer = incoming._rData
         if not buffer.isDone():
             return incoming
@@ -351,11 +349,11 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         incoming.close()
 
     def _refuse(self, incoming: Any, why: str) -> None:
-        """Close a connection because of what came on it, and log that."""
-        self._warn(incoming.socket, why)
+        """Close a connection, and log `why`."""
+        self._log_refusal(incoming.socket, why)
         incoming.close()
 
-    def _warn(self, connection: socket.socket, why: str) -> None:
+    def _log_refusal(self, connection: socket.socket, why: str) -> None:
         """Count a refused frame, and log it unless another one was logged in the last WARN_SECONDS."""
         self._refused_count += 1
         if time.monotonic() - self._last_warning < WARN_SECONDS:
@@ -368,13 +366,13 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         _log.warning("port %d refused a frame from %s: %s (%d so far)", self._port, peer, why, self._refused_count)
 
 
-def _brief(self: Any) -> str:
-    """Return the type of a message under way. Thespian's `identify` writes all of it at each step, for no reader."""
+def _describe_type(self: Any) -> str:
+    """Return the type of a message under way. Thespian's own `identify` formats the whole message at each step."""
     return f"{type(self).__name__} of a {type(self.message).__name__}"
 
 
-def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta:
-    """Return how long a message needs no attention. Thespian's own `delay` makes a dozen objects for each message."""
+def _idle_time(self: TransmitIntent, current_time: float | None = None) -> timedelta:
+    """Return how long Thespian may leave a message alone. Its own `delay` makes a dozen objects for each message."""
     now, until = current_time or currentTime(), self._quitTime._time_to_quit
     if getattr(self, "_awaitingTXSlot", False):
         seconds = max(0.01, (until - now) / 2) if until > now else 0.0
@@ -385,19 +383,19 @@ def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta
     return timedelta(seconds=max(0.0, until - now))
 
 
-ReceiveEnvelope.identify = TransmitIntent.identify = _brief  # they took a sixth of the coordinator's time for a task
-TransmitIntent.delay = _delay
+ReceiveEnvelope.identify = TransmitIntent.identify = _describe_type  # Thespian's took a sixth of a task's time
+TransmitIntent.delay = _idle_time
 
 
 def _address(host: str, port: int) -> ActorAddress:
     return ActorAddress(TCPv4ActorAddress(host, port))
 
 
-def _give_up_inherited() -> None:
-    """Release what a fork inherits, above all ports, which would stay open after the end of their owner.
+def _release_inherited_files() -> None:
+    """Release the files and ports that a fork inherits. An inherited port would stay open after its owner ended.
 
-    Each descriptor becomes one of /dev/null and is not closed: objects of the parent, still in this process's memory,
-    would later close the number again, when it may belong to another file.
+    Each descriptor is pointed at /dev/null instead of closed. Objects of the parent, still in this process's memory,
+    would later close its number again, when that may belong to another file.
     """
     if multiprocessing.parent_process() is None:
         return  # the endpoint of a test

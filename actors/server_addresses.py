@@ -7,16 +7,14 @@ import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-__all__ = ["checked_url", "is_loopback", "past_proxies"]
+__all__ = ["checked_url", "is_loopback", "no_proxy_variables"]
 
 _PORTS = {"http": 80, "https": 443}
 
 
 def checked_url(value: str) -> str:
-    """Return a server's URL in one spelling: in lower case, with its port, without a slash at its end.
-
-    Raises ValueError, which says what a URL must be and never contains a credential.
-    """
+    """Return a server's URL in one spelling: in lower case, with its port, without a slash at its end. Raises
+    ValueError, which says what a URL must be and never contains a credential."""
     if "@" in value:
         raise ValueError("contains credentials, which would be written to the log: give a key by servers.key_variable")
     shown = re.split(r"[\s?#]", value, maxsplit=1)[0]  # what follows may be a credential
@@ -43,16 +41,16 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
-    """Return NO_PROXY and no_proxy: those of `variables`, with loopback and these addresses added.
+def no_proxy_variables(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
+    """Return values for NO_PROXY and no_proxy: those of the environment `variables`, plus loopback and these addresses.
 
-    Some HTTP clients read only one of the two; of those that read both, some prefer one, some the other.
+    Both are set, since some HTTP clients read only one of them, and the others differ in which they prefer.
     """
     settings = {}
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):
         setting = variables.get(name) or variables.get(other, "")
         hosts = [host.strip() for host in setting.split(",") if host.strip()]
-        if "*" not in hosts:  # which Python ignores if it is not alone
+        if "*" not in hosts:  # Python ignores a * that is not alone
             hosts += ["127.0.0.1", "localhost", *addresses]
         settings[name] = ",".join(dict.fromkeys(hosts))
     return settings

@@ -22,7 +22,7 @@ def clean_text(text: str) -> str:
 
 
 def clean_report(message: _T) -> _T:
-    """Return the message with `clean_text` applied to each of its fields that is a text."""
+    """Return the message with `clean_text` applied to each of its text fields."""
     changes: dict[str, str] = {}
     for field in fields(message):  # type: ignore[arg-type]  # every message is a dataclass
         value = getattr(message, field.name)

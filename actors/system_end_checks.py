@@ -17,27 +17,25 @@ from typing import Any
 from trinity_es.events.errors import LogNotFound, TrinityError
 from trinity_es.events.processes import process_lives
 
-__all__ = ["StoreWatch", "end_processes", "owner_gone", "printing_to", "store_gone"]
+__all__ = ["StoreWatch", "end_processes", "owner_end_reason", "processes_printing_to", "store_loss_reason"]
 
 LOOK_SECONDS = 5.0
 """Interval between two checks of the store."""
 
 MISSES = 3
-"""Number of checks in a row that must miss the store, since restoring a copy removes it for a moment."""
+"""Number of checks in a row that must find no store. Restoring a copy removes the store for a moment."""
 
 
-def owner_gone(owner: Mapping[str, Any] | None) -> str:
-    """Return why a system with this owner (`pid`, `started`) has to end; empty if the owner lives or none is named."""
+def owner_end_reason(owner: Mapping[str, Any] | None) -> str:
+    """Return a sentence if a system's owner process (`pid`, `started`) has ended; "" if it lives, or there is none."""
     if not owner or process_lives(owner["pid"], owner["started"]):
         return ""
     return f"process {owner['pid']}, which had started it, has ended"
 
 
-def store_gone(url: str) -> str:
-    """Return why the store at this URL, a file or a database, is gone for good; empty if it may still exist.
-
-    A database that does not answer counts as one that still exists.
-    """
+def store_loss_reason(url: str) -> str:
+    """Return a sentence if the store at this URL, a file or a database, was removed; "" if it may still exist. A
+    database that does not answer counts as one that still exists."""
     # Here, since it imports SQLAlchemy, which would take most of the keeper's memory.
     from trinity_es.events.store.database.database import Database
     from trinity_es.events.store.database.urls import parse_url
@@ -70,10 +68,10 @@ class StoreWatch:
         threading.Thread(target=self._run, name="store-watch", daemon=True).start()
 
     def _run(self) -> None:
-        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row have missed it."""
+        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row found no store."""
         miss_count = 0
         while not self._is_stopped.wait(LOOK_SECONDS):
-            reason = store_gone(self._url)
+            reason = store_loss_reason(self._url)
             miss_count = miss_count + 1 if reason else 0
             if miss_count == MISSES:
                 self._on_gone(reason)
@@ -84,12 +82,12 @@ class StoreWatch:
 
 
 def end_processes(admin: int, runners: list[int]) -> None:
-    """Kill this actor system: runners with their groups, processes that write to its launch log, the admin, itself."""
+    """Kill the actor system: the runners' process groups, processes that write to the launch log, admin, this one."""
     for pid in runners:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     output = os.readlink("/proc/self/fd/1")
-    for pid in printing_to(output) if Path(output).name.startswith("launch-") else ():
+    for pid in processes_printing_to(output) if Path(output).name.startswith("launch-") else ():
         if pid not in (os.getpid(), admin):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -98,7 +96,7 @@ def end_processes(admin: int, runners: list[int]) -> None:
     os._exit(0)
 
 
-def printing_to(output: str) -> list[int]:
+def processes_printing_to(output: str) -> list[int]:
     """Return the ids of this user's processes whose standard output or error is the file `output` (Linux)."""
     pids = set()
     # `fd/[12]` would list the folder, which raises if its process ends meanwhile; a plain name is only looked up.

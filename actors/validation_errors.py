@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from trinity_es.events.secrets import MASK, Secret, is_secret_key
 
-__all__ = ["Path_", "dotted", "error_path", "quoted", "sentence", "written"]
+__all__ = ["Path_", "dotted_path", "error_path", "error_sentence", "quote_value", "try_format"]
 
 Path_ = tuple[str | int, ...]
 """Keys and list indices that lead to a value of the config."""
@@ -21,7 +21,7 @@ _EXPECTED = {
 }
 
 
-def dotted(path: Path_, *, any_index: bool = False) -> str:
+def dotted_path(path: Path_, *, any_index: bool = False) -> str:
     """Write `("a", 0, "b")` as `a[0].b`, or as `a[].b`."""
     text = ""
     for piece in path:
@@ -35,43 +35,41 @@ def error_path(error: ErrorDetails) -> Path_:
     return tuple(piece for piece in error["loc"] if piece != "[key]")
 
 
-def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
-    """Return one sentence about one of pydantic's errors.
-
-    `whole` names the outermost value. `shown` is the value as it was written, and `as_text` its spelling as text.
-    """
+def error_sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
+    """Return one of pydantic's errors as a sentence. `whole` names the value if the error is not about a key in it.
+    `shown` is the value as the config file has it, and `as_text` the same value in quotes."""
     path = error_path(error)
-    key = dotted(path) or whole
+    key = dotted_path(path) or whole
     kind, value = error["type"], error["input"]
     if isinstance(value, Secret) and kind == "value_error":  # the validator's message may quote it
         return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
     if isinstance(value, Secret) or (path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float)):
         value = MASK
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key {quoted(key)}"
+        return f"unknown key {quote_value(key)}"
     if kind == "missing":
         return f"{key} is required"
     if kind == "string_type" and isinstance(value, int | float) and 0 < len(shown) <= 80:
         return f"{key} must be text, not {shown}; put it in quotes: {as_text}"
     if kind in _EXPECTED:
-        return f"{key} must be {_EXPECTED[kind]}, not {quoted(value)}"
+        return f"{key} must be {_EXPECTED[kind]}, not {quote_value(value)}"
     if kind == "literal_error":
-        return f"{key} must be one of {error['ctx']['expected'].replace(' or ', ', ')}, not {quoted(value)}"
+        return f"{key} must be one of {error['ctx']['expected'].replace(' or ', ', ')}, not {quote_value(value)}"
     if kind == "value_error":
         return f"{key} {error['ctx']['error']}"
     message = re.sub(r"^\w+ should ", "must ", error["msg"])
-    return f"{key} {message}, not {quoted(value)}"
+    return f"{key} {message}, not {quote_value(value)}"
 
 
-def written(value: Any, form: Callable[[Any], str]) -> str:
-    """Return `form(value)`, or a description if Python can't write the value."""
+def try_format(value: Any, form: Callable[[Any], str]) -> str:
+    """Return `form(value)`, such as its `repr`, or a description of the value if `form` raises."""
     try:
         return form(value)
     except Exception:  # Python refuses numbers of more than 4,300 digits, and an object's own code may raise anything
         return "a whole number of more than 4,300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
-def quoted(value: Any) -> str:
+def quote_value(value: Any) -> str:
     """Return a value as an error message shows it."""
     if value is None:
         return "nothing (null)"
@@ -81,5 +79,5 @@ def quoted(value: Any) -> str:
         return "a mapping of keys"
     if isinstance(value, list | tuple):
         return "a list"
-    text = re.sub(r"://[^/@]*@", "://***@", written(value, repr))  # the password of a database URL under a wrong key
+    text = re.sub(r"://[^/@]*@", "://***@", try_format(value, repr))  # a database's password, under a wrong key
     return text if len(text) <= 60 else f"{text[:57]}..."

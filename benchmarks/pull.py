@@ -44,7 +44,7 @@ def head(folder: str, pipe: Connection) -> None:
     def none(*args: Any) -> None:
         pass
 
-    certificate = Certificate.made()
+    certificate = Certificate.create()
     end = HeadEnd(("127.0.0.1", 0), lambda: KEY, certificate, 30.0, hello=hello, take=none, gone=none)
     plain = socket.create_server(("127.0.0.1", 0))
     pipe.send((HeadPlace(f"127.0.0.1:{end.start().result(10)}", certificate.digest), plain.getsockname()[1]))

@@ -107,7 +107,7 @@ class _Model(Ground):
         self.tell(f"runner/{runner.name}", ev.RunnerLost(
             runner=runner.name, incarnation=runner.incarnation, reason=reason))
         if self.open is not None:
-            for event in decisions.runner_lost(self.open.state, runner.name, runner.incarnation, reason):
+            for event in decisions.lose_runner(self.open.state, runner.name, runner.incarnation, reason):
                 self.record(self.open, event)
             self.check(self.open)
         self.at(1.0, lambda: self.start(runner))
@@ -284,7 +284,7 @@ class _Model(Ground):
         if self.chance.random() < 0.02:
             self.now += 0.2
             error = self.nasty("PipelineError: operator reward_filter raised ZeroDivisionError: division by zero")
-            for event in [*decisions.finalize_failed(batch.state, error), ev.BatchFinalizing()]:
+            for event in [*decisions.fail_finalizing(batch.state, error), ev.BatchFinalizing()]:
                 self.now += 2.0
                 self.record(batch, event)
         delivered, refs, dropped = self._fill(batch)
@@ -298,7 +298,7 @@ class _Model(Ground):
             counts = [*counts[:-1], (counts[-1][0] + 1, version)] if counts and counts[-1][1] == version else [
                 *counts, (1, version)]
         by = {(HOSTILE[1] if self.hostile else "reward_filter"): dropped} if dropped else {}
-        for event in decisions.finalized(
+        for event in decisions.end_finalizing(
             batch.state, metrics=metrics, experiences=refs, selected=len(delivered), dropped=len(dropped),
             dropped_by=by, model_versions=counts,
         ):

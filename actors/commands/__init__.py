@@ -29,6 +29,6 @@ def decode(name: Any, args: Any) -> Command[Any]:
     """Return the command that a client sent. Raises DataError for a wrong field, TrinityError for an unknown one."""
     cls = COMMANDS.get(name) if isinstance(name, str) else None
     if cls is None:
-        raise TrinityError(f"unknown command {shown(name)}: client and system need the same trinity-es")
+        raise TrinityError(f"unknown command {shown(name)}: install the same trinity-es for client and system")
     command: Command[Any] = read_fields(cls, f"request {name!r}", args)
     return command

@@ -33,7 +33,7 @@ __all__ = [
 # --- batches ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Position in a taskset, up to which it was read for a batch."""
+    """Position up to which a batch has read a taskset."""
 
     __pydantic_config__ = FIELDS
     taskset: TasksetName
@@ -43,7 +43,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTask:
-    """Task of a new batch that goes on with a task that an ended batch cut."""
+    """Task of a new batch that continues `cut_task`, an unfinished task of the ended batch `batch_id`."""
 
     __pydantic_config__ = FIELDS
     task: Count
@@ -52,20 +52,20 @@ class CutTask:
 
 
 class SubmitBatch(Command[None], name="submit", writes=True):
-    """Begin a batch with these tasks. The answer comes when it is durable. Raises BatchAlreadyActive."""
+    """Begin a batch with these tasks. The answer comes when the batch is durable. Raises BatchAlreadyActive."""
 
     batch_id: Batch
     """A new id, or that of a batch that has ended."""
     tasks: Tasks
     batch_type: Finalized
     min_wait_num: Whole | None
-    """Number of settled tasks at which it can be finalized; null: all."""
+    """Number of settled tasks at which the batch can be finalized; null: all."""
     cursor: list[Cursor] | None
-    """One for each taskset that its tasks come from, recorded in the same transaction."""
+    """Position in each taskset of the tasks, recorded in the same transaction."""
     sources: list[SourceFound] | None = None
-    """One for each of its tasksets whose source is not recorded yet, recorded in the same transaction."""
+    """Source of each taskset whose source is not recorded yet, recorded in the same transaction."""
     continues: list[CutTask] | None = None
-    """One for each of its tasks that goes on with what an earlier batch cut (`synchronizer.in_flight: cut`)."""
+    """One entry for each task that continues a cut task of an earlier batch (`synchronizer.in_flight: cut`)."""
 
 
 class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits=True):
@@ -78,16 +78,17 @@ class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits
 
     batch_id: Batch
     batch_type: Finalized
-    """Its type in `submit`."""
+    """Type of the batch, as in `submit`."""
     timeout: Seconds | None
     """Time until the answer FinalizeTimeout, which loses nothing; null: no limit."""
     groups: Whole | None = None
-    """Minimum number of tasks of which the pipeline must deliver experiences. With fewer the answer is TooFewGroups,
-    and the batch stays open for `add_tasks`; null: any number."""
+    """Minimum number of tasks with experiences that the pipeline delivers; null: 0. With fewer the answer is
+    TooFewGroups, and the batch stays open for `add_tasks`."""
 
 
 class AddTasks(Command[int], name="add_tasks", writes=True):
-    """Add tasks to an open batch from `submit`; return the number of the first. Raises BatchNotFound, DataError."""
+    """Add tasks to an open batch from `submit`, and return the number of the first new task. Raises BatchNotFound,
+    DataError."""
 
     batch_id: Batch
     tasks: Tasks
@@ -110,13 +111,13 @@ class RedoTasks(Command[None], name="redo", writes=True):
 
     batch_id: Batch
     tasks: list[Count]
-    """Their numbers in the batch."""
+    """Numbers of the tasks in the batch."""
     reason: Text
     """The caller and the reason, recorded in the log."""
 
 
 class ProcessExperiences(Command[dict[str, float]], name="process_experiences", writes=True):
-    """Run experiences of no batch through the pipeline, and return its metrics. Raises PipelineError."""
+    """Run experiences that belong to no batch through the pipeline, and return its metrics. Raises PipelineError."""
 
     refs: list[Experiences]
     """References to experiences in the payload store."""
@@ -128,7 +129,8 @@ class GetStatus(Command[dict[str, Any]], name="status", writes=False):
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
 class ScheduleTasks(Command[int], name="schedule", writes=True):
-    """Begin a batch with these tasks, or add them to it; return the number of the first. Raises BatchAlreadyActive."""
+    """Begin a batch with these tasks, or add them to it, and return the number of the first new task. Raises
+    BatchAlreadyActive."""
 
     batch_id: Batch
     """Id of a new or a scheduled batch. Not that of an open batch from `submit`, or of a finalized train batch."""
@@ -136,20 +138,20 @@ class ScheduleTasks(Command[int], name="schedule", writes=True):
 
 
 class BatchProgress(TypedDict):
-    """Progress of a scheduled batch: numbers of open tasks, of ready tasks, and of units that runners have."""
+    """Progress of a scheduled batch: numbers of open tasks, of ready tasks, and of units at runners."""
 
     open: int
     ready: int
     running: int
     paused: bool
     submission: str
-    """Distinguishes this batch from others of the same id."""
+    """Id of this submission of the batch, since a batch id may be used again."""
 
 
 class PollBatch(Command[BatchProgress], name="poll", writes=True, waits=True):
     """Return the progress of a scheduled batch when `at_least` tasks are ready, no task is open, or `seconds` are over.
 
-    For a batch that stays paused the answer comes when no runner has a unit of it, since nothing more can become ready.
+    If the batch stays paused, the answer also comes when no runner has a unit of it, since no more tasks become ready.
     Raises BatchTypeMismatch.
     """
 
@@ -161,7 +163,7 @@ class PollBatch(Command[BatchProgress], name="poll", writes=True, waits=True):
 
 
 class StoreProgress(TypedDict):
-    """Progress of all scheduled batches together, and the ids of those that are not over."""
+    """Progress of all scheduled batches together, and the ids of the unfinished ones."""
 
     open: int
     settled: int
@@ -178,7 +180,7 @@ class PollAllBatches(Command[StoreProgress], name="poll_all", writes=False, wait
 
 
 class DropOpenTasks(Command[None], name="drop_rest", writes=True):
-    """Drop the tasks that are not settled, and stop their runs. Raises BatchTypeMismatch."""
+    """Drop the unsettled tasks of a scheduled batch, and stop their runs. Raises BatchTypeMismatch."""
 
     batch_id: Batch | None
     """null: all scheduled batches."""
@@ -189,11 +191,11 @@ class DropOpenTasks(Command[None], name="drop_rest", writes=True):
 
 
 class TakeResults(Command[list[int]], name="take", writes=True):
-    """Record that this client has the results of these tasks, and return those that no other client took before."""
+    """Record that this client has the results of these tasks, and return the tasks that no other client took before."""
 
     batch_id: Batch
     tasks: list[Count]
-    """Their numbers in the batch."""
+    """Numbers of the tasks in the batch."""
     submission: ShortText
     """`submission` from the answer of `poll`."""
 

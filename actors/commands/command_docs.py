@@ -66,7 +66,7 @@ def _section(title: str, node: ast.ClassDef) -> list[str]:
 
 
 def _command_section(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[str]:
-    """Return the lines about a command: those of its class, whether it writes and waits, and its answer."""
+    """Return the lines about a command: `_section` of its class, whether it writes and waits, and its answer."""
     [base] = node.bases
     assert isinstance(base, ast.Subscript)
     answer = ast.unparse(base.slice)

@@ -1,8 +1,7 @@
 """Types of the fields of commands. Pydantic checks them in the sender and in the receiver.
 
-`read_fields` checks a whole request before anything else reads it, so every checked value can be recorded. Names become
-parts of streams and columns of tables, so they are short and printable. Every database can hold the texts, and numbers
-fit into their columns.
+`read_fields` checks a whole request before anything else reads it, so every database can store each value. Names are
+short and printable, because they become names of streams and values in columns.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from trinity_es.actors.requests import Parcel
-from trinity_es.actors.validation_errors import sentence
+from trinity_es.actors.validation_errors import error_sentence
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, require_batch_id, shown
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
@@ -44,7 +43,7 @@ __all__ = [
 FIELDS = ConfigDict(extra="forbid", revalidate_instances="always")
 """Value of `__pydantic_config__` for dataclasses: unknown fields are refused, and each field is checked."""
 TASKSET_LENGTH = 400
-"""Maximum characters of a taskset's name, which names a stream and is in no column."""
+"""Maximum characters of a taskset's name, which is part of a stream's name and in no column."""
 TEXT_LENGTH = 16_384
 """Maximum characters of a text: a reason, a path, an error."""
 WHOLE = 2**31
@@ -68,34 +67,34 @@ def is_storable(value: str) -> bool:
     return "\0" not in value
 
 
-def _storable(value: str) -> str:
+def _check_storable(value: str) -> str:
     if not is_storable(value):
         raise ValueError(f"must be text with no NUL and no lone surrogates, not {shown(value)}")
     return value
 
 
-def _printable(value: str) -> str:
+def _check_printable(value: str) -> str:
     if not value.isprintable():
         raise ValueError(f"must be printable, not {shown(value)}")
     return value
 
 
-def _number(value: Any) -> float:
+def _check_number(value: Any) -> float:
     is_exact_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
     if not is_exact_int and not (isinstance(value, float) and math.isfinite(value)):
         raise ValueError(f"must be a finite number, not {shown(value)}")
     return float(value)
 
 
-def _batch_id(value: Any) -> Any:
+def _check_batch_id(value: Any) -> Any:
     try:
-        return _storable(value) if isinstance(require_batch_id(value), str) else value
+        return _check_storable(value) if isinstance(require_batch_id(value), str) else value
     except DataError as e:
         raise ValueError(f"is no batch id: {e}") from None
 
 
-def _parcel(value: Any) -> Parcel:
-    """Return a parcel that has either bytes or a digest. Raises ValueError."""
+def _check_parcel(value: Any) -> Parcel:
+    """Return the parcel if it has either bytes or a digest. Raises ValueError otherwise."""
     is_valid = False
     if isinstance(value, Parcel) and value.digest is None:
         is_valid = isinstance(value.inline, bytes)
@@ -106,8 +105,8 @@ def _parcel(value: Any) -> Parcel:
     return value  # type: ignore[no-any-return]  # it is a Parcel
 
 
-def _record(cls: type[Any], **types: Any) -> Any:
-    """Return the pydantic schema of a dataclass whose fields have these types. It takes an object or a mapping."""
+def _record_schema(cls: type[Any], **types: Any) -> Any:
+    """Return the pydantic schema of a dataclass, with `types` of its fields. It accepts an object or a mapping."""
     defaults = {f.name: ... if f.default is MISSING else f.default for f in fields(cls)}
     definitions: dict[str, Any] = {name: (type_, defaults[name]) for name, type_ in types.items()}
     model = create_model(cls.__name__, __config__=FIELDS, **definitions)
@@ -123,19 +122,19 @@ def _record(cls: type[Any], **types: Any) -> Any:
 
 
 # --- types ----------------------------------------------------------------------------------------------------------
-Batch = Annotated[StrictInt | StrictStr, BeforeValidator(_batch_id)]
+Batch = Annotated[StrictInt | StrictStr, BeforeValidator(_check_batch_id)]
 """The id of a batch: a whole number (a step) or a text such as `12/gsm8k`."""
-Name = Annotated[StrictStr, Field(min_length=1, max_length=NAME_LENGTH), AfterValidator(_printable)]
+Name = Annotated[StrictStr, Field(min_length=1, max_length=NAME_LENGTH), AfterValidator(_check_printable)]
 """1 to 200 printable characters."""
 AdapterName = Annotated[StrictStr, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
 """1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit."""
 Digest = Annotated[StrictStr, Field(pattern=_DIGEST)]
 """A SHA-256, 64 hexadecimal digits."""
-TasksetName = Annotated[StrictStr, Field(min_length=1, max_length=TASKSET_LENGTH), AfterValidator(_printable)]
+TasksetName = Annotated[StrictStr, Field(min_length=1, max_length=TASKSET_LENGTH), AfterValidator(_check_printable)]
 """1 to 400 printable characters."""
-Text = Annotated[StrictStr, Field(max_length=TEXT_LENGTH), AfterValidator(_storable)]
+Text = Annotated[StrictStr, Field(max_length=TEXT_LENGTH), AfterValidator(_check_storable)]
 """Up to 16,384 characters, with no NUL and no lone surrogates."""
-ShortText = Annotated[StrictStr, Field(max_length=NAME_LENGTH), AfterValidator(_storable)]
+ShortText = Annotated[StrictStr, Field(max_length=NAME_LENGTH), AfterValidator(_check_storable)]
 """The same, up to 200 characters."""
 Whole = Annotated[StrictInt, Field(gt=-WHOLE, lt=WHOLE)]
 """A whole number that 32 bits hold with its sign."""
@@ -149,26 +148,26 @@ TableNumber = Annotated[StrictInt, Field(ge=-1, lt=2**63)]
 """The number of a table of routes; -1 before the first."""
 Port = Annotated[StrictInt, Field(ge=0, lt=65_536)]
 """A TCP port."""
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_check_number)]
 """A finite number."""
-Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_number)]
-"""A number of seconds, at most 1e9."""
+Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_check_number)]
+"""A number of seconds, from -1e9 to 1e9."""
 Flag = Annotated[bool, Field(strict=True)]
 """True or false."""
 Finalized = Literal["train", "eval"]
 """The type of a batch that is finalized: `train` or `eval`."""
 Metrics = Annotated[dict[ShortText, Number], Field(max_length=MOST_METRICS)]
 """Finite numbers by their names."""
-Tasks = Annotated[Parcel, PlainValidator(_parcel)]
+Tasks = Annotated[Parcel, PlainValidator(_check_parcel)]
 """A list of tasks: JSON, or the digest of a payload that holds it."""
-Experiences = Annotated[PayloadRef, _record(PayloadRef, digest=Digest, first=Count, count=Count)]
+Experiences = Annotated[PayloadRef, _record_schema(PayloadRef, digest=Digest, first=Count, count=Count)]
 """Location of experiences in the payload store: `digest`, `first`, `count`."""
-AnswerGiven = Annotated[Answer, _record(
+AnswerGiven = Annotated[Answer, _record_schema(
     Answer, message=Name, runner=Name, incarnation=Count, model_version=Count, model_version_end=Count,
     payload=Experiences | None, prompt_tokens=Count, response_tokens=Count,
 )]
 """An answer of the proxy, with the fields of `Answer` in docs/EVENTS.md."""
-SourceFound = Annotated[TasksetSource, _record(
+SourceFound = Annotated[TasksetSource, _record_schema(
     TasksetSource, taskset=TasksetName, is_eval=Flag, path=Text, subset=Text | None, split=Text | None,
     asked=Text | None, revision=ShortText, args=Text, rows=Count, order=Text | None,
 )]
@@ -179,14 +178,14 @@ _type_adapter = cache(TypeAdapter[Any])
 
 
 def read_fields(cls: type[Any], name: str, value: Any) -> Any:
-    """Return an object of a dataclass whose fields have the types above, made from plain data.
+    """Check plain data and return it as an object of the dataclass `cls`, whose fields have types of this module.
 
     Raises DataError, which begins with `name`.
     """
     try:
         return _type_adapter(cls).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
     except ValidationError as e:
-        text = sentence(e.errors(include_url=False)[0], "it")
+        text = error_sentence(e.errors(include_url=False)[0], "it")
         raise DataError(f"{name}: {text if len(text) <= _ERROR_LENGTH else text[:_ERROR_LENGTH] + '...'}") from None
 
 
@@ -197,7 +196,7 @@ def is_request_id(value: Any) -> bool:
 
 
 def check_tasks(tasks: Any) -> list[dict[str, Any]]:
-    """Return `tasks`, the content of a command's parcel, if they are valid. Raises DataError, which names the task."""
+    """Return the tasks of a command's parcel if all are valid. Raises DataError, which names the invalid one."""
     if not isinstance(tasks, list):
         raise DataError(f"tasks must be a list, not {shown(tasks)}")
     for number, task in enumerate(tasks):

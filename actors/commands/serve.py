@@ -21,18 +21,16 @@ class RecordAnswers(Command[int], name="record_answers", writes=True):
 
 
 class RewardAnswers(Command[int], name="reward_answers", writes=True):
-    """Give answers a reward, all of them or none, and return their number.
-
-    Raises AnswerNotFound, or AnswerDelivered if one went to the pipeline with another reward.
-    """
+    """Give a reward to all of these answers, or to none, and return their number. Raises AnswerNotFound, or
+    AnswerDelivered if an answer went to the pipeline with another reward."""
 
     messages: list[Name]
     """Ids of the answers, as clients got them."""
     reward: Number
     task: ShortText | None
-    """Their group in the pipeline; null: each is a task of its own."""
+    """Task of the answers, which is their group in the pipeline; null: each answer is a task of its own."""
     run: Whole | None
-    """Number of their run of the task; null: 0."""
+    """Number of the task's run that made the answers; null: 0."""
 
 
 class DeliveredAnswers(TypedDict):
@@ -43,7 +41,7 @@ class DeliveredAnswers(TypedDict):
 
 
 class DeliverAnswers(Command[DeliveredAnswers], name="deliver_answers", writes=True):
-    """Run all rewarded answers through the pipeline. The others stay until they have a reward. Raises PipelineError."""
+    """Run all rewarded answers through the pipeline. Answers without a reward stay. Raises PipelineError."""
 
 
 class CountAnswers(Command[dict[str, int]], name="answers", writes=False):
@@ -51,25 +49,25 @@ class CountAnswers(Command[dict[str, int]], name="answers", writes=False):
 
 
 class EngineRoute(TypedDict):
-    """One life of a runner, and the endpoint of its engine."""
+    """An incarnation (process) of a runner, and the endpoint of its engine."""
 
     runner: str
     incarnation: int
     endpoint: str
     model_version: int
     serving: bool
-    """False while it gets no requests because it loads weights."""
+    """False while the engine loads weights, when it gets no requests."""
 
 
 class RouteTable(TypedDict):
-    """Endpoints of all engines. Each change has a new number."""
+    """Endpoints of all engines. A changed table has a new number."""
 
     number: int
     engines: list[EngineRoute]
 
 
 class GetRoutes(Command[RouteTable], name="routes", writes=False, waits=True):
-    """Return the engines that serve, when the table differs from the proxy's or after two seconds."""
+    """Return the table of engines once its number differs from `knows`, or after two seconds."""
 
     proxy: Name
     """A unique name of the proxy."""

@@ -12,7 +12,7 @@ __all__ = ["DrainHost", "DrainingHost", "ScaleServers", "ScaledServers", "Server
 
 # --- external servers -------------------------------------------------------------------------------------------------
 class ServerState(TypedDict):
-    """State of a server that is, or was, an engine."""
+    """State of an external server, also of a removed one."""
 
     url: str
     runner: str
@@ -21,21 +21,21 @@ class ServerState(TypedDict):
     wanted: bool
     """False for a server that was removed."""
     state: str
-    """State of its runner."""
+    """State of the server's runner."""
     waits_for: str
-    """External condition that its runner waits for; empty: none."""
+    """External condition that the runner waits for; empty: none."""
     problem: str
     """A fault of the server, and its remedy; empty: none."""
 
 
 class ScaledServers(TypedDict):
-    """All servers, those that are being removed too."""
+    """All servers, including those that are being removed."""
 
     servers: list[ServerState]
 
 
 class ScaleServers(Command[ScaledServers], name="scale", writes=True):
-    """Add servers, and remove others, which get no more units and leave when they have none.
+    """Add servers, and remove others. A removed server gets no more units and leaves when it has none.
 
     The answer comes when the change is recorded. Raises DataError for an invalid URL, for the removal of an unknown
     server, and if the engines are not external servers.
@@ -47,19 +47,17 @@ class ScaleServers(Command[ScaledServers], name="scale", writes=True):
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
 class DrainingHost(TypedDict):
-    """A host that has orders to leave."""
+    """A host that was ordered to leave."""
 
     host: str
     epoch: int
     units: int
-    """Number of units that its runners have now."""
+    """Number of units that the host's runners have now."""
 
 
 class DrainHost(Command[DrainingHost], name="drain_host", writes=True):
-    """Make a host leave: its runners get no more units, finish those that they have, and its system ends.
-
-    The answer comes when the order is recorded. Raises HostNotFound.
-    """
+    """Make a host leave: its runners get no more units, finish those that they have, and its system ends. The answer
+    comes when the order is recorded. Raises HostNotFound."""
 
     host: Text
     reason: Text

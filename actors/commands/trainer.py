@@ -33,18 +33,18 @@ __all__ = [
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
 class DeliveredBatch(TypedDict):
-    """A train batch, and the position of its end in the log."""
+    """A finalized train batch, and the log position at which it was finalized."""
 
     batch_id: BatchId
     position: int
 
 
 class GetNextBatch(Command[DeliveredBatch], name="next_batch", writes=False, waits=True):
-    """Wait for the first train batch that is finalized after a position of the log."""
+    """Return the first train batch that is finalized after a log position, and wait until there is one."""
 
     after: Position
     timeout: Seconds | None
-    """Time for which the client waits; then there is no answer. null: no limit."""
+    """Time for which the client waits. After it the coordinator sends no answer. null: no limit."""
 
 
 class AcknowledgeBatch(Command[None], name="acknowledge", writes=True):
@@ -58,7 +58,7 @@ class AcknowledgeBatch(Command[None], name="acknowledge", writes=True):
 
 
 class ResumedTrainer(TypedDict):
-    """Batches that a trainer has to use after it returned to a checkpoint: those of later steps, and unused ones."""
+    """Batches that a trainer has to use after a return to a checkpoint: those of later steps, and unused ones."""
 
     batches: list[BatchId]
     position: int
@@ -73,7 +73,7 @@ class ResumeTrainer(Command[ResumedTrainer], name="resume_trainer", writes=True,
 
 
 class PayloadPart(TypedDict):
-    """Location of experiences: `count` of them from `first` on in the payload with this digest."""
+    """Location of experiences in a payload: `count` of them, beginning with number `first`."""
 
     digest: str
     first: int
@@ -81,25 +81,23 @@ class PayloadPart(TypedDict):
 
 
 class TakenExperiences(TypedDict):
-    """Experiences of one batch that were taken."""
+    """Experiences that a take got from one batch."""
 
     batch_id: BatchId
     use_count: int
-    """Times that they were taken, this time included."""
+    """How often these experiences were taken, including this time."""
     refs: list[PayloadPart]
 
 
 class TakeExperiences(Command[list[TakenExperiences]], name="take_experiences", writes=True, waits=True):
-    """Take the next `n` experiences from the queue, as soon as it has that many.
-
-    Raises TakeTimeout, with nothing taken, PipelineError if the priority function fails, and PayloadNotFound.
-    """
+    """Take the next `n` experiences from the queue, and wait until it has that many. Raises TakeTimeout, with nothing
+    taken, PipelineError if the priority function fails, and PayloadNotFound."""
 
     n: Positive
     timeout: Seconds | None
     """Time until the answer TakeTimeout; null: no limit."""
     step: Whole | None
-    """The trainer's step that will use them."""
+    """The trainer's step that will use the experiences."""
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ class SyncedWeights(TypedDict):
     version: int
     runners: list[str]
     from_group: bool
-    """True if the trainer sent it to the group; false if runners loaded it from its folder."""
+    """True if the trainer sent the weights over its process group; false if runners loaded them from their folder."""
 
 
 class SyncWeights(Command[SyncedWeights], name="sync_weights", writes=True, waits=True):
@@ -128,20 +126,20 @@ class SyncWeights(Command[SyncedWeights], name="sync_weights", writes=True, wait
 
 
 class CheckWeightGroup(Command[bool], name="weight_group", writes=False):
-    """Check that every engine that serves is in the trainer's group."""
+    """Return whether every serving engine is in the trainer's process group."""
 
 
 class JoinedRunners(TypedDict):
-    """Runners in the trainer's group."""
+    """Runners in the trainer's process group."""
 
     runners: list[str]
 
 
 class JoinWeightGroup(Command[JoinedRunners], name="join_weight_group", writes=False, waits=True):
-    """Add every engine to the group that the trainer opens, to get weights from its memory. Raises SyncError."""
+    """Add every engine to the process group by which the trainer sends weights from its memory. Raises SyncError."""
 
     address: Name
-    """Address at which the trainer opens it."""
+    """Address at which the trainer opens the group."""
     port: Port
     workers: Positive
     """Number of processes of one engine."""
@@ -173,9 +171,9 @@ class SyncAdapter(Command[SyncedAdapter], name="sync_adapter", writes=True, wait
     """Folder of the adapter in PEFT's format."""
     rank: Positive
     size: Position
-    """Bytes of its two files together."""
+    """Size of the adapter's two files together, in bytes."""
     digest: Digest
-    """Digest of its two files."""
+    """Digest of the two files."""
     timeout: Seconds
     """Time until the answer SyncError; slower engines go on with their old version."""
 
@@ -188,7 +186,7 @@ class RemoveAdapter(Command[None], name="remove_adapter", writes=True):
 
 # --- runners ----------------------------------------------------------------------------------------------------------
 class RestartedRunner(TypedDict):
-    """A runner, and the incarnation that has begun."""
+    """A runner, and the incarnation (number of its process) that has begun."""
 
     runner: str
     incarnation: int

@@ -69,7 +69,7 @@ class RunConfig(Section):
         return {"rollout": self.rollout, **self.auxiliary}
 
     def plain(self) -> dict[str, Any]:
-        """Return the config as plain JSON with marked secrets."""
+        """Return the config as plain JSON, in which secrets are marked as such."""
         data: dict[str, Any] = marked(self.model_dump(by_alias=True))
         return data
 
@@ -86,14 +86,14 @@ class HostIdentity(Section):
 
     name: str
     life: str
-    """Id of this start of its system."""
+    """Id of this start of the host's system. The next start has another."""
 
 
 class LaunchedConfig(RunConfig):
     """Config of a running system, with values that only the launching process can determine."""
 
     memory: str = ""
-    """Folder in which this host remembers the ends of logs; empty: it does not remember them."""
+    """Folder in which this host records the ends of logs; empty: it does not record them."""
     started_in: str = ""
     """Working directory of the process that started the system."""
     host: HostIdentity | None = None
@@ -101,7 +101,7 @@ class LaunchedConfig(RunConfig):
     owner: dict[str, Any] | None = None
     """`pid` and `started` of the process whose end also ends the system; None: no such process."""
     payloads_place: str | None = None
-    """Place of the payloads that the log recorded at the start; None: each process reads it."""
+    """Location of the payloads according to the log, read at the start; None: each process reads it from the log."""
     umask: int = 0o077
     """Umask of the user who started the system."""
 
@@ -112,7 +112,7 @@ class LaunchedConfig(RunConfig):
 
     @property
     def workflows(self) -> list[str]:
-        """The user's own workflows, which runners import ahead of their first use."""
+        """The user's own workflows in the tasksets. Runners import them when they start."""
         inputs = self.buffer.explorer_input
         names = {taskset.workflow for taskset in (*inputs.tasksets, *inputs.eval_tasksets)}
         return sorted(name for name in names if ":" in name and not name.startswith("trinity_es."))

@@ -40,13 +40,13 @@ class FormatConfig(Section):
     """Key under which a row may name its own reward function; null: all rows use the taskset's."""
 
     @classmethod
-    def of_tasks(cls) -> set[str]:
+    def task_keys(cls) -> set[str]:
         """Return the keys of this section that `Task.format_args` may have."""
         return cls.model_fields.keys() - {"workflow_key", "reward_fn_key"}
 
-    def for_task(self) -> dict[str, Any]:
+    def task_format_args(self) -> dict[str, Any]:
         """Return the `Task.format_args` of the taskset's tasks."""
-        return self.model_dump(include=self.of_tasks(), exclude_none=True)
+        return self.model_dump(include=self.task_keys(), exclude_none=True)
 
 
 class DataSelectorConfig(Section):
@@ -102,8 +102,8 @@ class TasksetConfig(Section):
     """Arguments of an environment. A family of reasoning-gym takes its config, such as `size` (500) and `seed` (0);
     `reasoning_gym:composite` also takes `datasets`, a list of `{name, weight, config}`."""
     ratio: float = Field(default=1.0, gt=0.0)
-    """Share of every step's tasks, relative to the ratios of the other tasksets. After `epochs` passes a taskset is
-    over, and the others share the rest; the run ends when all are over."""
+    """Share of every step's tasks, relative to the ratios of the other tasksets. A taskset ends after `epochs` passes;
+    then the others share the rest. The run ends when all tasksets have ended."""
     repeat_times: Positive = 1
     """Runs of every task (the group of GRPO; the n of mean@n)."""
     workflow: ImportName = "single_turn"
@@ -178,8 +178,8 @@ class TasksetConfig(Section):
         return next((path / name for name in names if (path / name).exists()), path / names[0])
 
     @property
-    def other_meaning(self) -> str:
-        """Hint at the likely intention behind a path that names no file, as the end of an error."""
+    def path_hint(self) -> str:
+        """Hint for an error about a path that names no file: what the user may have meant."""
         if ":" in self.file.name:
             return f"; no installed package registers the environment {self.file.name.partition(':')[0]}"
         return "" if self.file.suffix else "; a dataset of the Hugging Face hub is written hub:owner/name"
@@ -255,8 +255,8 @@ class QueueConfig(Section):
     reuse_cooldown_time: float = Field(default=0.0, ge=0.0)
     """Seconds before an experience may be taken again."""
     capacity: Positive = 100_000
-    """Number of experiences in the queue, those of the newest batches (16 bytes each). Older ones leave it, taken or
-    not, and stay in the log and in the payload store."""
+    """Maximum number of experiences in the queue (16 bytes each). Beyond it the oldest batches leave the queue, taken
+    or not; their experiences stay in the log and in the payload store."""
 
 
 class PipelineConfig(Section):

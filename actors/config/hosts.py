@@ -36,8 +36,7 @@ class HostsConfig(Section):
     listen: str = Field(default="", json_schema_extra={"shown": "hosts.address"})
     """ADDRESS:PORT to listen at, if others reach it by another one: 0.0.0.0:7700 behind a service's name."""
     timeout: Seconds = 15.0
-    """Seconds of silence after which a host counts as lost, and the units of its runners are attempted again elsewhere.
-    """
+    """Seconds of silence after which a host counts as lost. The units of its runners are then attempted elsewhere."""
     key_file: str = Field(default="", json_schema_extra={"shown": "the system's key"})
     """File with the key that head and hosts share. It is read whenever a host connects, so it can be replaced during a
     run (docs/DEPLOY.md). It takes precedence over TRINITY_ES_KEY."""
@@ -46,12 +45,13 @@ class HostsConfig(Section):
     which they were published. It needs room for two versions. Each host may have its own: `join --set
     hosts.weights_dir=...`."""
     engines_on_head: bool = True
-    """Run engines on the head too; false: it only leads, and all engines are on hosts that join."""
+    """Run engines on the head too; false: it only coordinates, and all engines are on hosts that join."""
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
         if not self.engines_on_head and not self.address:
-            raise ValueError("has engines_on_head: false without hosts.address, so no host with engines could join")
+            raise ValueError("has engines_on_head: false without an address, so no host with engines could join: set "
+                             "hosts.address")
         for key, address in (("address", self.address), ("listen", self.listen)):
             host, _, port = address.rpartition(":")
             if address and not (host and port.isdecimal() and 0 < int(port) < 65536):

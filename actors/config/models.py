@@ -18,7 +18,7 @@ from trinity_es.actors.server_addresses import checked_url
 __all__ = ["AuxiliaryModelConfig", "LoRAConfig", "ModelConfig", "RolloutModelConfig", "ServersConfig"]
 
 
-def _engine_type(value: str) -> str:
+def _check_engine_type(value: str) -> str:
     """Return the name of a registered engine or a "module:Class". Raises ValueError for any other text."""
     engines = registered("engine")
     if value not in engines and not re.fullmatch(r"[\w.]+:[\w.]+", value):
@@ -38,8 +38,7 @@ class LoRAConfig(Section):
     """LoRA adapters that engines serve over their model; `client.sync_adapter` publishes them."""
 
     max_adapters: Positive = 1
-    """Adapters at once. Engines keep room for earlier versions, because an answer ends with the version it began with.
-    """
+    """Maximum number of adapters at once. Engines also keep room for earlier versions, in which open answers end."""
     max_rank: int = Field(default=16, ge=1, le=512)
     """Highest rank of an adapter. Engines reserve memory for it, and compute as much for lower ranks."""
     adapter: str = ""
@@ -53,10 +52,10 @@ class ServersConfig(Section):
     """One URL for each server, as in `http://gpu-7:8000`, without /v1 and without credentials. Several servers behind
     one load balancer do not work."""
     file: str = ""
-    """File with a URL a line (`#` begins a comment), read periodically; servers are added and removed with their lines.
-    A file that is missing, empty, or has an invalid URL changes nothing."""
+    """File with a URL a line (`#` begins a comment), read periodically. A new line adds a server, a deleted one removes
+    it. A file that is missing, empty, or has an invalid URL changes nothing."""
     command: Text = ""
-    """Shell command that prints the same, run periodically in the directory where the system was started."""
+    """Shell command that prints such a list, run periodically in the directory where the system was started."""
     poll_interval: Seconds = 2.0
     """Seconds between two reads of `file` or runs of `command`."""
     key_variable: str = "TRINITY_ES_ENGINE_KEY"
@@ -71,8 +70,8 @@ class ServersConfig(Section):
     restart_timeout: Seconds = 600.0
     """Seconds that `restart_command` may take, and after it the server until it answers."""
     drain_timeout: float = Field(default=600.0, ge=0.0)
-    """Seconds that a removed server may take to finish its units. After that they are attempted again elsewhere, and
-    this counts as no failure of theirs. Mode `serve`: seconds that its requests have to end."""
+    """Seconds that a removed server may take to finish its units. After that they are attempted again elsewhere, which
+    does not count as a failure of theirs. Mode `serve`: seconds that its requests have to end."""
 
     @property
     def keys_in_use(self) -> list[str]:
@@ -83,7 +82,7 @@ class ServersConfig(Section):
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
-    engine_type: Annotated[str, AfterValidator(_engine_type)] = "vllm"
+    engine_type: Annotated[str, AfterValidator(_check_engine_type)] = "vllm"
     """`vllm`, `http` (external vLLM servers, see `servers`), `scripted` (completions from `script`, no GPU), or
     `module:Class` of your own engine."""
     model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
@@ -130,9 +129,9 @@ class RolloutModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
-        """Set `engine_num` to the number of `servers.urls`. Raises ValueError for keys that do not fit the engine type.
+        """Raise ValueError for keys that do not fit the engine type. Set `engine_num` to the number of `servers.urls`.
 
-        Type http needs exactly one key of `servers`, and neither lora nor server_args; other types need none of it.
+        Type http needs exactly one key of `servers`, and no lora or server_args. Other types need no key of `servers`.
         """
         servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
@@ -176,7 +175,7 @@ class RolloutModelConfig(Section):
         )
 
     def rollout_args(self) -> dict[str, Any]:
-        """Return the default sampling of a task, under the names of `Task.rollout_args`."""
+        """Return the default sampling arguments of a task, with the keys of `Task.rollout_args`."""
         adapter = self.lora.adapter if self.lora is not None else ""
         return {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "logprobs": self.logprobs,

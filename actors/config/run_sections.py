@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def _concurrency(value: Any) -> Any:
+def _check_concurrency(value: Any) -> Any:
     """Return "auto" or a whole number of 1 or more. Raises PydanticKnownError."""
     if value != "auto" and type(value) is not int:
         raise PydanticKnownError("int_type")  # this type makes the caller convert a variable's text to a number
@@ -41,7 +41,7 @@ def _concurrency(value: Any) -> Any:
     return value
 
 
-def _store_url(value: str) -> str:
+def _check_store_url(value: str) -> str:
     """Return the URL of a SQLite file or a PostgreSQL database, or "". Raises ValueError for any other text."""
     if not value:
         return value
@@ -65,7 +65,7 @@ class OverRolloutConfig(Section):
     ratio: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of a batch's tasks that may be missing: the explorer waits for ceil(batch_size * (1 - ratio)) of them."""
     wait_after_min: float = Field(default=30.0, ge=0.0)
-    """Seconds to wait for the others once there are enough."""
+    """Seconds to wait for the other tasks once there are enough of them."""
     return_partial_tasks: bool = False
     """Also deliver tasks with only some runs finished."""
 
@@ -74,8 +74,8 @@ class RefillConfig(Section):
     """Replacement of tasks that gave a train batch nothing to train on."""
 
     at_most: int = Field(default=0, ge=0)
-    """Maximum number of further tasks of a step. With 1 or more, tasks whose runs all failed, or whose experiences the
-    pipeline dropped (filters, `max_staleness`), are replaced by the next ones of the tasksets, until the pipeline
+    """Maximum number of replacements in a step; 0: none. A task is replaced by the next one of the tasksets if all its
+    runs failed, or if the pipeline dropped its experiences (filters, `max_staleness`). This ends when the pipeline
     delivers experiences of as many tasks as the step waits for (`buffer.batch_size`, less with `over_rollout.ratio`).
     """
 
@@ -84,21 +84,21 @@ class DynamicTimeoutConfig(Section):
     """A timeout that adapts to the duration of attempts."""
 
     enable: bool = False
-    """Stop an attempt after `ratio` times the mean duration of attempts in earlier train steps. Attempts that timed out
-    count, evals don't. `max_timeout` stays the maximum."""
+    """Stop an attempt after `ratio` times the mean duration of attempts in earlier train steps. The mean includes
+    attempts that timed out, and no evals. `max_timeout` stays the maximum."""
     ratio: float = Field(default=3.0, gt=0.0)
     """Factor on the mean duration, see `enable`."""
     warmup_min_steps: Positive = 3
-    """Train steps that must have ended first: finalized train batches, and batches of a Scheduler with tasks that are
-    no evals."""
+    """Train steps that must have ended before: finalized train batches, and batches of a Scheduler that hold more than
+    evals."""
 
 
 class ProgressConfig(Section):
-    """Journal of unfinished runs: after the death of a runner they go on where they were."""
+    """Journal of unfinished runs, from which they go on after their runner died."""
 
     seconds: float = Field(default=1.0, ge=0.0)
-    """Seconds between two records of the tokens that are being generated, so at most that much is generated again. 0:
-    no journal; lost runs begin again at their prompts."""
+    """Seconds between two records of the generated tokens. A lost run generates at most this much again. 0: no journal;
+    lost runs begin again at their prompts."""
     max_bytes: Positive = 256 * 1024 * 1024
     """Maximum size of one runner's journal. Beyond it the oldest part (4 MiB) is dropped; the newest part always stays.
     """
@@ -126,7 +126,7 @@ class ExplorerConfig(Section):
     """Order of the runs of one task in a runner: `sequential`: one after the other; `asynchronous`: all at once. Async
     workflows run on the engine's loop, sync ones in one process for each concurrent run, so `multi-threading` is the
     same as `asynchronous`."""
-    max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
+    max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_check_concurrency)] = "auto"
     """Maximum number of units (a task, or a part of its runs) that a runner runs at once: its places. `auto` starts
     with 64. For engines of type `vllm`, and servers that tell their load in `/metrics`, it grows up to 256 while there
     is room, and shrinks if too many requests wait, or the engine recomputes many tokens for lack of room. Sync
@@ -209,7 +209,8 @@ class SynchronizerConfig(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """Most steps, and so versions, between a step and the one that is submitted after its end."""
+        """Maximum distance, in steps and so in weights versions, from a step to the first one submitted after its end.
+        """
         return self.sync_interval + self.sync_offset if self.sync_style == "fixed" else self.max_inflight_batches
 
 
@@ -245,8 +246,8 @@ class TrainerConfig(Section):
     steps since the last checkpoint again, on the experiences in the log."""
 
 
-def _payloads_place(url: str) -> str:
-    """Return `store.payloads` as `require_place_url`. Raises ValueError."""
+def _check_payloads_url(url: str) -> str:
+    """Return a location for payloads in the spelling of `require_place_url`, or "". Raises ValueError."""
     try:
         return url and require_place_url(url)
     except ConfigError as e:
@@ -256,17 +257,17 @@ def _payloads_place(url: str) -> str:
 class StoreConfig(Section):
     """The log and the payloads."""
 
-    url: Annotated[str, AfterValidator(_store_url)] = Field(
+    url: Annotated[str, AfterValidator(_check_store_url)] = Field(
         default="", repr=False, json_schema_extra={"shown": "sqlite:///runs/<project>/<name>/log.sqlite"}
     )
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name`. Better give a password by
     PGPASSWORD or ~/.pgpass; one in the URL is never shown. In mode `bench` the default is `bench/log.sqlite` in the
     default folder."""
-    payloads: Annotated[str, AfterValidator(_payloads_place)] = ""
-    """Place of the experiences: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a folder that
-    all hosts share, `file:///folder`. The log gets a part of its own below it. Credentials come from the environment
-    alone. Empty: where the log says, which is at first beside a SQLite file, or in PostgreSQL. A log that has payloads
-    keeps them where they are until `trinity-es payloads move`."""
+    payloads: Annotated[str, AfterValidator(_check_payloads_url)] = ""
+    """Location of the experiences: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or a folder
+    that all hosts share, `file:///folder`. Each log has a part of its own below it. Credentials come from the
+    environment alone. Empty: the location in the log, which for a new log is beside its SQLite file, or in PostgreSQL.
+    A log that has payloads keeps them where they are until `trinity-es payloads move`."""
     durability: Literal["process", "power"] = "power"
     """Faults that acknowledged data survives. `power`: also a loss of power; `process`: kill -9 of any process, and it
     is faster. On PostgreSQL both are the same."""
@@ -274,8 +275,9 @@ class StoreConfig(Section):
     """Seconds to wait for a database that is unavailable (it restarts, a lock is held) before callers get an error."""
     # logs of the first release hold "keep"
     retention: Annotated[int | None, BeforeValidator(lambda v: None if v == "keep" else v)] = Field(default=None, ge=1)
-    """Number of steps whose experiences are kept. A batch's are deleted once this many later steps are acknowledged;
-    its events stay. Give at least the steps between two checkpoints, since the trainer restarts from one. null: all."""
+    """Number of steps whose experiences are kept; null: all. A batch's experiences are deleted once this many later
+    steps are acknowledged; its events stay. Keep at least the steps between two checkpoints, since the trainer restarts
+    from one."""
 
 
 class SystemConfig(Section):
@@ -299,7 +301,7 @@ class SystemConfig(Section):
     """Keep the system up after the Python process or the `trinity-es run` that started it; false: it ends with that
     process, also after kill -9. A system that `trinity-es up` started always stays up."""
     restarts: int = Field(default=3, ge=0)
-    """Number of ends within 600 s after which a runner is started again; after one more its slot is quarantined."""
+    """Maximum number of ends within 600 s after which a runner is started again. After one more it is quarantined."""
     restart_pause: Seconds = 1.0
     """Seconds before the first of these starts. Each pause is twice the one before, up to 60 s, plus or minus 20 %."""
     heartbeat_timeout: Seconds = 20.0

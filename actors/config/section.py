@@ -13,11 +13,11 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.secrets import Secret, unmarked
 from trinity_es.events.values import require_finite
 
-__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text", "matching"]
+__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text", "must_match"]
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping with its marked secrets as `Secret`, if JSON can hold it. Raises ValueError."""
+def _check_plain(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping with each marked secret as a `Secret`. Raises ValueError if JSON can't hold the mapping."""
     value = unmarked(value)
     try:
         require_finite(value)
@@ -27,13 +27,13 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def _text(value: Any, check: Callable[[Any], str]) -> str:
-    """Return a text that pydantic's `check` accepts; a secret stays a `Secret`."""
+def _check_text(value: Any, check: Callable[[Any], str]) -> str:
+    """Return the text if pydantic's `check` accepts it, a marked secret as a `Secret`."""
     value = unmarked(value)
     return Secret(check(value)) if isinstance(value, Secret) else check(value)
 
 
-def matching(pattern: str, form: str) -> AfterValidator:
+def must_match(pattern: str, form: str) -> AfterValidator:
     """Return a validator of texts that must match `pattern` as a whole; `form` describes them in its error."""
 
     def check(value: str) -> str:
@@ -44,13 +44,13 @@ def matching(pattern: str, form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Args = Annotated[dict[str, Any], AfterValidator(_plain)]
+Args = Annotated[dict[str, Any], AfterValidator(_check_plain)]
 """Arguments of another class, as plain JSON values."""
-Text = Annotated[str, WrapValidator(_text)]
-"""A text that may be a secret, and then stays one."""
-FileName = Annotated[str, matching(r"\w[\w.\- ]*", "usable as a folder name (letters, digits, _ - .)")]
-ImportName = Annotated[str, matching(r"[\w.]+(:[\w.]+)?", 'a registered name or "module:Class"')]
-ClassPath = Annotated[str, matching(r"[\w.]+:[\w.]+", '"module:name"')]
+Text = Annotated[str, WrapValidator(_check_text)]
+"""A text. If it is a secret, it is a `Secret`."""
+FileName = Annotated[str, must_match(r"\w[\w.\- ]*", "usable as a folder name (letters, digits, _ - .)")]
+ImportName = Annotated[str, must_match(r"[\w.]+(:[\w.]+)?", 'a registered name or "module:Class"')]
+ClassPath = Annotated[str, must_match(r"[\w.]+:[\w.]+", '"module:name"')]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -65,8 +65,8 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _recordable(cls, value: Any) -> Any:
-        """Return the value of any field. Raises ValueError for a number that the log can't hold."""
+    def _check_size(cls, value: Any) -> Any:
+        """Return the value of a field. Raises ValueError if it is an integer that the log can't hold."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError("must fit into a signed 64-bit integer, since it is recorded in the log")
+            raise ValueError("must fit into a signed 64-bit integer, since the log records it: give a smaller number")
         return value

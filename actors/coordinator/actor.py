@@ -1,18 +1,18 @@
 """The coordinator: the only writer of batch events.
 
-It loads what is open from the log, answers clients (`handlers/`), gives units to runners and takes their outcomes
-(`fleet/`). One message is one turn: decide (pure, `decisions/`), fold at once (`live_state.py`), hand the events to the
-log's writer, and act only when they are durable. The coordinator never blocks: threads write and read the log
-(`log_reader.py`), and another one runs the pipeline.
+It loads the open batches and other open state from the log, answers clients (`handlers/`), gives units to runners and
+takes their outcomes (`fleet/`). One message is one turn: decide (pure, `decisions/`), fold at once (`live_state.py`),
+hand the events to the log's writer, and act only when they are durable. The coordinator never blocks: threads write and
+read the log (`log_reader.py`), and another thread runs the pipeline.
 
-While the database is away or hangs, only those threads wait: the coordinator still sends heartbeats and shows the
-trouble in `status`. While the log can't be written (a full disk, a file that lost its name), requests fail at once
+While the database is down or hangs, only those threads wait: the coordinator still sends heartbeats and shows the
+trouble in `status`. While the log can't be written (a full disk, a deleted file), requests fail at once
 (`requests_while_unwritable.py`) and writing is retried after pauses that grow. The first write that succeeds records
-the trouble. If the log lost what was acknowledged, the work ends and every caller gets an error.
+the trouble. If the log lost acknowledged events, the work ends and every caller gets an error.
 
-The coordinator may die at any moment. What was acknowledged is in the log, runners keep outcomes until it acknowledges
-them, and clients send a request again under the same id. The next coordinator takes the lease, which fences this one.
-"""
+The coordinator may die at any moment. Acknowledged results are in the log, runners keep outcomes until they are
+acknowledged, and clients repeat a request under the same id. The next coordinator takes the lease, which fences this
+one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
 from trinity_es.actors.coordinator.fleet.external_servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
-from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives, listening, place_of_head
+from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners, lease_fields, start_head
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
@@ -59,7 +59,7 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
-from trinity_es.actors.plugin_lookup import look_in
+from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
 from trinity_es.actors.system_end_checks import StoreWatch
@@ -85,7 +85,7 @@ STALL_CHECK_SECONDS = 5.0
 LAST_WORDS_SECONDS = 0.5
 """Grace period for a fenced coordinator's last message."""
 READ_SECONDS = 2.0
-"""Time for which one try to read waits out transient trouble; the reader tries again."""
+"""How long one attempt to read retries after transient errors. The reader makes further attempts."""
 CLOSE_SECONDS = 8.0
 """Maximum time to close the log at the end, since its database may not answer."""
 OUTPUT_SECONDS = 3.0
@@ -105,30 +105,30 @@ class Coordinator(BaseActor):
 
     # --- start ------------------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
-        """Have threads open the log; once that is done, the session calls `begin`."""
+        """Have threads open the log. The session calls `begin` when it is open."""
         config = self.config = message.config
         self.guardian, self.admin = sender, message.admin
         self.alive, self.hosts_heard = message.alive, message.hosts_heard
         self.open_log(config.system.log_dir, "coordinator")
-        look_in(config.code_path, config.started_in)
+        add_import_folders(config.code_path, config.started_in)
         self.start_watch()
         self.beat()
         self.host = socket.gethostname()
         token = engine_token(read_key()) if config.auxiliary else ""
         self.operator_models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
-        place, self.certificate = place_of_head(config.hosts)
+        place, self.certificate = lease_fields(config.hosts)
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
-            claims=message.known, unheard_runners=message.told,
+            claims=message.known, unheard_runners=message.informed_runners,
         )
         self.held_requests = HeldRequests(self, self.session)
         self.session.open()
 
     def open_store(self) -> tuple[EventLog, PayloadStore]:
-        """Open the existing log and the payload store. Raises what EventLog.open does."""
+        """Open the existing log and the payload store. Raises the errors of EventLog.open."""
         url, durability = self.config.store.url, self.config.store.durability
         log = EventLog.open(url, durability=durability, projectors=projectors(), patience=READ_SECONDS)
         try:
@@ -138,7 +138,7 @@ class Coordinator(BaseActor):
             raise
 
     def begin(self) -> None:
-        """Build everything that works on the live state, and take over what is open."""
+        """Build the parts that work on the live state, then take over the open batches and leases."""
         config, session = self.config, self.require_session()
         self.live, self.mark_checks = session.live, session.mark_checks
         pipeline = config.buffer.pipeline
@@ -178,7 +178,7 @@ class Coordinator(BaseActor):
             return
         self.leader_lock = LeaderLock(self.config.store.url)
         hosts_while_running = lambda: self.hosts if self.running else None  # noqa: E731
-        listener = listening(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
+        listener = start_head(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, listener, epoch=self.require_session().lease.epoch,
             handle=self._handle, end_runner=lambda death: self._handle(death, None),
@@ -211,14 +211,14 @@ class Coordinator(BaseActor):
         if session.lease.copied_from:
             self.log.warning("the log is a copy of %s, which keeps its open leases", session.lease.copied_from)
             self.handlers.leases.give_up_all()
-        alive = {**self.alive, **far_lives(self.live.hosts, self.live.lives)}
+        alive = {**self.alive, **far_runners(self.live.hosts, self.live.lives)}
         self.handlers.batches.recover(alive)
         self.handlers.journals.begin(alive)
         session.start_writer()
         self.live.when_durable(self.on_recovered)
 
     def on_recovered(self) -> None:
-        """Begin the work once what `recover` recorded is durable."""
+        """Begin to work. The events of `recover` are durable now."""
         self.require_session().start_is_durable = True
         self.retention.wake()
         self.outputs.wake()
@@ -236,12 +236,12 @@ class Coordinator(BaseActor):
 
     @property
     def running(self) -> bool:
-        """True while messages are handled."""
+        """True while the log's session is open, so that messages are handled."""
         return self.session is not None and self.session.running
 
     def announce(self) -> None:
-        """Announce this coordinator by the guardian to all runners, which then report themselves, their leases and
-        what was not acknowledged. Epoch 0 means that the log was never opened."""
+        """Have the guardian announce this coordinator to all runners. They then report their state, their leases and
+        unacknowledged outcomes. The epoch is 0 if the log could not be opened."""
         session = self.require_session()
         if session.has_live_state:
             self.handlers.leases.begin()
@@ -262,18 +262,18 @@ class Coordinator(BaseActor):
         self.held_requests.handle()
 
     def go_on_with_requests(self) -> None:
-        """Handle the requests whose reads ended while no messages were handled, and those that were undone."""
+        """Go on with the requests whose reads ended while no messages were handled, and with undone requests."""
         self.require_session().deliver_held_results()
         self.handlers.router.handle_undone_again()
 
     def forget(self) -> None:
-        """Forget all about the runners that is not in the log."""
+        """Drop all state about runners and leases that is not in the log, such as addresses."""
         self.fleet.forget()
         self.handlers.leases.forget()
         self.handlers.journals.forget()
 
     def announce_waiting(self, error: Exception) -> None:
-        """Have the guardian give clients the address of this coordinator, whose `status` shows why it can't start."""
+        """Have the guardian send clients to this coordinator, which answers them why it can't start."""
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:
@@ -281,7 +281,7 @@ class Coordinator(BaseActor):
         self.held_requests.refuse(error)
 
     def on_rewound(self, error: LogRewound) -> None:
-        """Answer every waiting client, and be reachable for later ones."""
+        """Answer every waiting client with the error. Later clients get it too, so announce this coordinator."""
         session = self.require_session()
         if session.has_live_state:
             self.handlers.router.give_up(error)
@@ -289,7 +289,7 @@ class Coordinator(BaseActor):
             self.announce()
 
     def on_fenced(self, lease: Lease | None) -> None:
-        """End this coordinator; if the other writer belongs to another system, end this whole system."""
+        """End this coordinator. If the other writer belongs to another system, end this whole system."""
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
             self.send(self.guardian, LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
@@ -312,7 +312,7 @@ class Coordinator(BaseActor):
             self.handlers.leases.record_orphans_of_turn()
         self.session.end_turn()
 
-    def crashed(self, error: BaseException) -> None:
+    def on_crash(self, error: BaseException) -> None:
         """Exit after a handler crashed, since memory may be ahead of the log."""
         os._exit(EXIT_CRASHED)
 
@@ -336,7 +336,7 @@ class Coordinator(BaseActor):
             check()
 
     def report_states(self, table: str) -> None:
-        """Log what the runners do."""
+        """Log a table of the runners' activity."""
         self.log.info("runners:\n%s", table)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class Coordinator(BaseActor):
         self.session.close(self.end_retirement)
 
     def end_retirement(self) -> None:
-        """Let hosts and leader lock go, and tell the guardian that this coordinator can end."""
+        """Disconnect the hosts, release the leader lock, and tell the guardian that this coordinator can end."""
         self.cancel("closed")
         if self.hosts is not None:
             self.hosts.stop()
@@ -377,14 +377,14 @@ class Coordinator(BaseActor):
         return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
 
     def admit(self, message: Any, sender_name: str, act: Callable[[], None]) -> None:
-        """Call `act` once the log is known to hold what the sender knows, if messages are handled then."""
+        """Check that the log holds the last event that the sender has seen; then call `act` if still running."""
         self.mark_checks.admit(message.known, sender_name, lambda: act() if self.running else None)
 
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
         self.operator_models.update(message.models)
 
     def on_Request(self, message: Request, sender: Any) -> None:
-        """Handle or refuse a request, or leave it unanswered so that the client sends it again."""
+        """Handle or refuse a request, or leave it unanswered so that its client repeats it."""
         if not is_request_id(getattr(message, "id", None)):
             return  # without an id there is no reply
         try:
@@ -404,7 +404,7 @@ class Coordinator(BaseActor):
             self.mark_checks.after_runners(lambda: self.mark_checks.admit(message.known, message.by, handle))
 
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Handle a request, or answer why it can't be handled; if the trouble is transient, the client asks again."""
+        """Handle a request. While the log can't be written, refuse it, or leave it to be repeated by its client."""
         failure = self.require_session().failure
         if self.running:
             self.handlers.router.take(request, sender)
@@ -412,7 +412,7 @@ class Coordinator(BaseActor):
             self.held_requests.take(request, sender, failure)
 
     def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
-        """Handle a runner's status once its mark is checked; then its mark counts as received, too."""
+        """Handle a runner's status once its mark is checked. Requests that wait for this runner's mark go on then."""
 
         def apply_report() -> None:
             self.fleet.on_status(clean_report(message), sender)

@@ -72,7 +72,7 @@ class Loaded:
 
 
 def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
-    """Fold everything that is open from the log; too slow for a handler."""
+    """Read the log, and fold everything that is open in it. Too slow for a handler."""
     with log.engine.connect() as connection:
         open_streams = open_batches(connection)
         states = runner_states(connection)
@@ -84,29 +84,29 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     tasks: dict[BatchId, list[Parcel]] = {}
     for stream, batch_id in open_streams:
         submissions: list[ev.BatchSubmitted | ev.TasksAdded] = []
-        state = _batch_state(log, batch_id, submissions)
+        state = _read_batch(log, batch_id, submissions)
         if state is not None and not state.state.ended:
             batches[batch_id], versions[stream] = state, state.version
-            tasks[batch_id] = _parcels(submissions, payloads)
-    attempt_times, publication = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
-    serving_runners = _serving_runners(log, states)
+            tasks[batch_id] = _packed_tasks(submissions, payloads)
+    attempt_times, publication = _last_event(log, ev.PaceMeasured), _last_event(log, ev.WeightsPublished)
+    serving_runners = _read_serving_runners(log, states)
     lives: Lives = {}
     for name, (incarnation, state_name) in states.items():
         lives[name, incarnation] = RunnerLife(
             name=name, incarnation=incarnation, state=RunnerState(state_name), served=name in serving_runners
         )
-    adapters = _adapters(log, versions)
+    adapters = _read_adapters(log, versions)
     return Loaded(
         batches=batches, greatest_id=greatest_batch_id(log), versions=versions, tasks=tasks, lives=lives, queue=queue,
         attempt_times=attempt_times,
         weights=Weights() if publication is None else evolve_weights(Weights(), publication),
-        adapters=adapters, loaded_adapters=_loaded_adapters(log, adapters), servers=_servers(log), hosts=_hosts(log),
-        leases=leases,
+        adapters=adapters, loaded_adapters=_read_loaded_adapters(log, adapters), servers=_read_servers(log),
+        hosts=_read_hosts(log), leases=leases,
     )
 
 
-def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
-    """Return the state of each adapter that has one of these streams, by the last events of its stream."""
+def _read_adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
+    """Return the state of each adapter whose stream is in `streams`, folded from its last events."""
     adapters: Adapters = {}
     for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
         last_events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
@@ -115,9 +115,9 @@ def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
     return adapters
 
 
-def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
-    """Return the current adapters that some engine loaded, by the rule of `evolve_loaded`. An adapter that was removed
-    and published again counts from its first publication after that."""
+def _read_loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
+    """Return the current adapters that an engine has loaded, by the rule of `evolve_loaded`. For an adapter that was
+    removed, only loads after its next publication count."""
     names = set[str]()
     for name, event in current_adapters(adapters).items():
         removal = log.last(event.own_stream(), "AdapterRemoved")
@@ -132,27 +132,27 @@ def _loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
     return names
 
 
-def _servers(log: EventLog) -> Servers:
+def _read_servers(log: EventLog) -> Servers:
     servers: Servers = {}
     for recorded in log.read(stream=ev.ServerAdded.stream):
         evolve_servers(servers, cast("ev.ServerAdded | ev.ServerRemoved", recorded.event))
     return servers
 
 
-def _hosts(log: EventLog) -> Hosts:
+def _read_hosts(log: EventLog) -> Hosts:
     hosts: Hosts = {}
     for recorded in log.read(stream=ev.HostJoined.stream):
         evolve_hosts(hosts, cast(HostEvent, recorded.event))
     return hosts
 
 
-def _newest(log: EventLog, event_type: type[E]) -> E | None:
+def _last_event(log: EventLog, event_type: type[E]) -> E | None:
     """Return the last event of a type that has a stream of its own; None if there is none."""
     recorded = log.last(event_type.stream, event_type.__name__)
     return None if recorded is None else cast(E, recorded.event)
 
 
-def _batch_state(
+def _read_batch(
     log: EventLog, batch_id: BatchId, submissions: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
 ) -> BatchState | None:
     """Return a batch's state, and put the events that hold its tasks into `submissions`; None if it has no events."""
@@ -168,7 +168,7 @@ def _batch_state(
     return fold(events())
 
 
-def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
+def _packed_tasks(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
     """Return the tasks of these events, each packed for a message."""
     parcels: list[Parcel] = []
     for event in submissions:
@@ -177,8 +177,8 @@ def _parcels(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads:
     return parcels
 
 
-def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the runners whose newest life has served, as `evolve_lives` does but without reading long streams."""
+def _read_serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
+    """Return the runners whose newest process has served, by the rule of `evolve_lives`. Reads no long streams."""
     # A newest life that loaded no weights has served if it was ready with the ones that were current then.
     serving_names, unclear = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
@@ -202,7 +202,7 @@ def _serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> se
 
 
 class LiveState:
-    """Batches, stream versions, weights and the queue of experiences, with what the current turn has recorded."""
+    """State in memory (batches, stream versions, weights, queue of experiences), and the events of the current turn."""
 
     def __init__(
         self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000,
@@ -213,20 +213,20 @@ class LiveState:
         self._queue_capacity = queue_capacity
         self.turn = UnitOfWork()
         self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
-        """Return the result of a read under a key. While a request is handled it may raise NotRead."""
+        """Called with a key and a function that reads; returns the result. For a request it may raise NotRead."""
         self.run_in_thread: RunInThread = run_in_thread or _run_now
-        """Have a thread read, or write a payload, and pass the result or the exception to a callback."""
+        """Calls a function in a thread, and passes its result or exception to a callback."""
         self.load()
 
     def load(self) -> None:
         """Read everything that is open from the log, and drop the state and the turn in memory."""
-        self.adopt(self.read_log())
+        self.replace_state(self.read_log())
 
     def read_log(self) -> Loaded:
-        """Return the log's state for `adopt`; for any thread, and as slow as the database."""
+        """Return the log's state for `replace_state`; for any thread, and as slow as the database."""
         return load_state(self.log, self.payloads, self._queue_capacity)
 
-    def adopt(self, loaded: Loaded) -> None:
+    def replace_state(self, loaded: Loaded) -> None:
         """Replace the state in memory, and drop the turn."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
@@ -241,15 +241,15 @@ class LiveState:
         """`lives` has each runner's newest life as of the reading, and all lives recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
-    def find(self, batch_id: BatchId) -> BatchState | None:
-        """Return a batch, open or ended; None if no batch has this id. An old one is read from the log, so while a
-        request is handled it may raise NotRead."""
+    def find_batch(self, batch_id: BatchId) -> BatchState | None:
+        """Return a batch, open or ended; None if no batch has this id. An old batch is read from the log, which raises
+        NotRead while a request is handled."""
         state = self.batches.get(batch_id) or self.ended_batches.get(batch_id)
         if state is None:
             if type(batch_id) is int and batch_id > self._greatest_id:
                 return None  # steps count up, and this coordinator is the only writer of batches
             stream = batch_stream(batch_id)
-            read = lambda: _batch_state(self.log, batch_id)  # noqa: E731
+            read = lambda: _read_batch(self.log, batch_id)  # noqa: E731
             state = self.fetch(stream, read)
             version = 0 if state is None else state.version
             if self.versions.setdefault(stream, version) != version:  # it changed during the read
@@ -258,7 +258,7 @@ class LiveState:
 
     # --- the turn ---------------------------------------------------------------------------------------------------
     def when_durable(self, call: Callable[[], None]) -> None:
-        """Call this once everything recorded so far is durable; never, if it can't be written."""
+        """Call `call` once all events recorded so far are durable. It is never called if they can't be written."""
         self.turn.durable_calls.append(call)
 
     def close_turn(self) -> UnitOfWork:
@@ -267,9 +267,9 @@ class LiveState:
         return turn
 
     def record(self, *events: ev.Event) -> None:
-        """Record events of this turn, each in its own stream, and fold them; batches have `record_batch`.
+        """Add events to the turn, each in its own stream, and fold them. Events of a batch go to `record_batch`.
 
-        Raises InvalidEvent for content that the log can't hold, before it folds, since the writer would fail other
+        Raises InvalidEvent, before anything changes, for content that the log can't hold. The writer would fail other
         turns with it.
         """
         events_by_stream: dict[str, list[ev.Event]] = {}
@@ -296,12 +296,12 @@ class LiveState:
                     self.in_flight.changed_runners[cast(RunnerEvent, event).runner] = None
 
     def _checked_write(self, stream: str, events: Sequence[ev.Event]) -> Write:
-        """Return these events as a write at the end of their stream. Raises InvalidEvent."""
-        expected_version = self.versions.get(stream, 0)  # only ended batches lack a version, and `find` sets theirs
+        """Return a write that appends these events to their stream. Raises InvalidEvent."""
+        expected_version = self.versions.get(stream, 0)  # only ended batches lack a version, which `find_batch` sets
         return checked_write(stream, expected_version, events)
 
     def _put_into_turn(self, write: Write) -> list[ev.Event]:
-        """Put a write into the turn; return its events as every reader of the log will get them."""
+        """Put a write into the turn, and return its events as readers of the log will get them."""
         self.turn.writes.append(write)
         events = [read_back for _, read_back in write.checked or ()]
         for version, event in enumerate(events, write.expected_version + 1):
@@ -316,7 +316,7 @@ class LiveState:
         stream = batch_stream(batch_id)
         state = self.batches.get(batch_id)
         if state is None and isinstance(events[0], ev.BatchTrained):
-            state = self.find(batch_id)  # before any change, since it may raise NotRead
+            state = self.find_batch(batch_id)  # before any change, since it may raise NotRead
         for event in self._put_into_turn(self._checked_write(stream, events)):
             state = evolve(state, event)
             self.in_flight.evolve(state, event)
@@ -337,7 +337,7 @@ class LiveState:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def keep_tasks(self, batch_id: BatchId, tasks: Sequence[Parcel], *, are_added: bool = False) -> None:
-        """Keep the tasks of a new batch, or those added to an open one, in the form in which they are sent."""
+        """Keep the tasks of a new batch, or tasks added to an open one, packed as runners get them."""
         earlier_tasks = self._tasks[batch_id] if are_added else []
         self._tasks[batch_id] = [*earlier_tasks, *tasks]
 

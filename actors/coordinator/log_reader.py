@@ -29,7 +29,7 @@ SILENT_SECONDS = 2.0
 
 
 class NotRead(Exception):
-    """Signal that a handler needs data that is not in memory; `read` returns it, and `key` names it."""
+    """Signal that a handler needs data that is not in memory: the result of `read`, under the name `key`."""
 
     def __init__(self, key: Hashable, read: Callable[[], Any]) -> None:
         super().__init__(key)
@@ -64,15 +64,13 @@ class Reader:
     """Pool of reading threads; `post` delivers each result, a value or an exception, in the actor's loop."""
 
     def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
-        """Retry a read for `retry_for` seconds while the database is in trouble."""
+        """Retry each read for `retry_for` seconds while the database is in trouble."""
         self._post, self._retry_for = post, retry_for
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reader")
 
     def run(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
-        """Have a thread read, and call `done` with the value or the exception; database errors become LogUnavailable.
-
-        Pass `once` if the caller retries by itself.
-        """
+        """Call `read` in a thread, then `done` with its value or exception. Database errors become LogUnavailable. With
+        `once` there are no retries."""
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
     def _work(self, read: Callable[[], Any], done: Callable[[Any], None], seconds: float) -> None:

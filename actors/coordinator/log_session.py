@@ -45,7 +45,7 @@ RELOAD_SECONDS = 0.2, 10.0
 CALM_SECONDS = 10.0
 """Time without trouble after which the next pause is the first one again."""
 FENCED_SECONDS = 5.0
-"""Maximum time that a fenced coordinator waits to read who fenced it."""
+"""Maximum time that a fenced coordinator waits to read the lease of its successor."""
 LEASE = "coordinator"
 """Name of the lease of the only writer of batch events."""
 
@@ -84,7 +84,7 @@ class SessionHost(TimerHost, Protocol):
         """Become reachable for clients although the log could not be opened; `error` says why it could not."""
 
     def refuse(self, error: Exception) -> None:
-        """Answer the held requests with the error of a failed try."""
+        """Answer the held requests with the error of a failed attempt to open, read or write the log."""
 
     def on_rewound(self, error: LogRewound) -> None:
         """Answer every waiting client with the error: the log lost acknowledged events, so the work stops."""
@@ -94,11 +94,8 @@ class SessionHost(TimerHost, Protocol):
 
 
 class LogSession:
-    """Session with one log.
-
-    `live`, `lease` and `events` exist once `has_live_state` is True; `watch`, `mark_checks` and `writer` are
-    made in the same call.
-    """
+    """Session with one log. `live`, `lease` and `events` exist once `has_live_state` is True; `watch`, `mark_checks`
+    and `writer` are made in the same call."""
 
     live: LiveState
     lease: Lease
@@ -107,7 +104,7 @@ class LogSession:
     writer: LogWriter
     watch: Watch
     has_live_state = False
-    """True once it has the lease and the live state."""
+    """True once the session has the lease and the live state."""
     start_is_durable = False
     """True once the first events of this coordinator are in the log."""
 
@@ -115,8 +112,8 @@ class LogSession:
         self, host: SessionHost, store: StoreConfig, owner: dict[str, Any], *, queue_capacity: int,
         memory: Memory | None, claims: Sequence[Claim], unheard_runners: Iterable[str],
     ) -> None:
-        """`owner` takes the lease (pid, host, admin). `memory` and `claims` are what this host and the guardian know of
-        the log. The `unheard_runners` know it from an earlier coordinator, and must report first.
+        """`owner` (pid, host, admin) goes into the lease. `memory` and `claims` are the ends of the log that this host
+        and the guardian have seen. The `unheard_runners` may have seen a later end, so requests wait for their reports.
         """
         self._host, self._store, self._owner, self._queue_capacity = host, store, owner, queue_capacity
         self._memory, self._claims, self._unheard_runners = memory, claims, unheard_runners
@@ -124,7 +121,7 @@ class LogSession:
         self.failure: Exception | None = None
         """Reason why the log can't be written now."""
         self.failed_at = self._failing_since = self._open_since = 0.0
-        """Clock readings of the last failure, of the first one since the last success, and of the last opening."""
+        """Monotonic seconds of the last failure, of the first failure since the last success, of the last opening."""
         self._pauses, self._logged_error = Backoff(*RELOAD_SECONDS), ""
         self._held_results: list[Callable[[], None]] = []
         """Calls that deliver the results of reads that ended while no messages were handled."""
@@ -177,7 +174,7 @@ class LogSession:
         log.memory = self._memory
 
     def _on_opened(self, result: tuple[Lease, LiveState] | Exception) -> None:
-        """Begin the work with the opened store, or try again after an error; stop if the log lost events."""
+        """Begin to work with the opened store. After an error try again, but stop if the log lost events."""
         if self.phase is Phase.ENDED:
             return
         if isinstance(result, LogNotFound | NotALog) and self._claims:
@@ -207,7 +204,7 @@ class LogSession:
         self._host.begin()
 
     def _run_in_thread(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have a thread read, and call `done` with the result: at once if messages are handled, else when they are."""
+        """Call `read` in a thread, then `done` with its result. While no messages are handled, `done` has to wait."""
 
         def deliver(result: Any) -> None:
             if self.running:
@@ -219,7 +216,7 @@ class LogSession:
 
     # --- writing ----------------------------------------------------------------------------------------------------
     def start_writer(self) -> None:
-        """Start a writer and handle messages from now on; after a failure, once WritingResumed is durable."""
+        """Start a writer, then handle messages. After a failure, first wait until WritingResumed is durable."""
         self.writer = LogWriter(
             self.events, self.lease, self._host.post, self.write_failed,
             {"epoch": self.lease.epoch, "host": self._owner["host"]}, self._commit_numbers,
@@ -249,8 +246,8 @@ class LogSession:
             call()
 
     def end_turn(self) -> None:
-        """Hand the turn to the writer, or call its actions now if they wait for nothing. If the log can't be written,
-        the callers of the turn get the failure."""
+        """Hand the turn to the writer, or call its actions now if there is nothing to write. If the log can't be
+        written, the callers of the turn get the failure."""
         if self.phase is not Phase.OPEN:
             if self.failure is not None and self.has_live_state and self.phase is not Phase.RESUMING:
                 for fail in self.live.close_turn().failure_calls:
@@ -287,7 +284,7 @@ class LogSession:
             self._retry_later(lambda: self._reload(error))
 
     def abandon_turn(self, error: LogUnavailable) -> None:
-        """Undo this turn, which the writer never got; the writer finishes the earlier turns."""
+        """Undo the present turn, which the writer does not have yet. The writer finishes the earlier turns."""
         self._handle_failure(error, [self.live.close_turn()])
         if self.phase is Phase.CLOSED:
             self._retry_later(lambda: self._reload(error))
@@ -302,7 +299,7 @@ class LogSession:
             return
         # If only one request's content was refused, the log is well, and no other client needs to hear of it.
         log_is_well = isinstance(error, Undone) or is_content_error(error)
-        self._set_failure(Undone(f"undone with what could not be recorded: {error}") if log_is_well else error)
+        self._set_failure(Undone(f"undone, as another turn could not be recorded: {error}") if log_is_well else error)
         for turn in lost:
             for fail in turn.failure_calls:
                 fail(error)
@@ -321,12 +318,12 @@ class LogSession:
         self.reader.run(self._read_after_writer, lambda result: self._on_reloaded(error, result), once=True)
 
     def _read_after_writer(self) -> Loaded:
-        """End the writer, then read the live state; for a thread."""
+        """Stop the writer, then read the live state; for a thread."""
         self.writer.stop()
         return self.live.read_log()
 
     def _on_reloaded(self, error: Exception, loaded: Loaded | Exception) -> None:
-        """Go on with the state that was read, or try again later; `error` is why the last write failed."""
+        """Go on with the state that was read, or retry later. `error` is why the last write failed."""
         if self.phase is Phase.ENDED:
             return
         if isinstance(loaded, LogRewound):
@@ -340,7 +337,7 @@ class LogSession:
             return
         for fail in self.live.turn.failure_calls:  # decided meanwhile, and not written either
             fail(error)
-        self.live.adopt(loaded)
+        self.live.replace_state(loaded)
         self._host.forget()
         if self.start_is_durable:
             self.start_writer()
@@ -348,7 +345,7 @@ class LogSession:
             self._host.recover()
 
     def _log_error(self, what: str, error: Exception) -> None:
-        """Log an error once, not at every try; only its digits, such as the free space, may differ."""
+        """Log an error, unless it differs from the last logged one only in digits, such as the free space."""
         message = re.sub(r"\d+", "", str(error))
         if message != self._logged_error:
             self._host.log.error("%s: %s", what, error)
@@ -356,7 +353,7 @@ class LogSession:
 
     # --- the end ------------------------------------------------------------------------------------------------------
     def stop(self, error: LogRewound) -> None:
-        """End the work, since the log lacks acknowledged events."""
+        """End the session, because the log lost acknowledged events."""
         if self.phase is Phase.ENDED:
             return
         self._log_error("the work is stopped", error)
@@ -370,7 +367,7 @@ class LogSession:
         self._host.on_rewound(error)
 
     def _end_fenced(self, lease: Lease | Exception | None) -> None:
-        """End this coordinator with the other writer's lease, or the error of reading it."""
+        """End this coordinator. `lease` is the other writer's lease, or the error of reading it."""
         if isinstance(lease, Exception):
             self._host.log.error("the lease can't be read: %s", lease)
             lease = None

@@ -51,9 +51,9 @@ class UnitOfWork:
     durable_calls: list[Callable[[], None]] = field(default_factory=list)
     """Actions for when the turn is written."""
     failure_calls: list[Callable[[Exception], None]] = field(default_factory=list)
-    """Actions for when it can't be written; each gets the error."""
+    """Actions for when the turn can't be written; each gets the error."""
     follow_up_seconds: float = 0.0
-    """Time for which the writer waits for the next turn, which is likely to end what this one begins."""
+    """How long the writer waits for a next turn, to write both in one transaction."""
 
 
 class LogWriter:
@@ -65,11 +65,8 @@ class LogWriter:
         commit_numbers: Iterator[int], *, retry_for: float = 300.0, now: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """Start the thread.
-
-        `commit_numbers` are the numbers in commit ids, and continue those of the previous writer under the same lease.
-        An append is retried for `retry_for` seconds before it fails. `metadata` goes with each append.
-        """
+        """Start the thread. `commit_numbers` are the numbers in commit ids, never used before under this lease. An
+        append is retried for `retry_for` seconds before it fails. `metadata` is stored with each append."""
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
         self._metadata, self._commit_numbers = metadata, commit_numbers
         self._text_log = logging.getLogger("trinity_es.writer")  # Thespian silences loggers made at import
@@ -90,7 +87,7 @@ class LogWriter:
 
     @property
     def trouble(self) -> str | None:
-        """Message about the failing append, with its duration; None while all is well. For any thread."""
+        """Message about the append that is failing, and since when; None if none is. For any thread."""
         trouble = self._trouble
         if trouble is None:
             return None
@@ -122,7 +119,7 @@ class LogWriter:
                     self._wait_for_follow_up(len(self._queue), self._queue[-1].follow_up_seconds)
                 group, self._queue = self._queue, []
             if is_idle:
-                self._check_place()
+                self._check_log_file()
                 continue
             if not group:  # stopped
                 return
@@ -141,11 +138,11 @@ class LogWriter:
             self._post(partial(self._call_durable, group))
 
     def _wait_for_follow_up(self, turn_count: int, seconds: float) -> None:
-        """Wait until there are more turns than `turn_count`, at most for so long."""
+        """Wait until the queue has more turns than `turn_count`, for `seconds` at most."""
         self._wake.wait_for(lambda: len(self._queue) > turn_count or self._stopped, seconds)
 
-    def _check_place(self) -> None:
-        """Report a log file that was deleted or renamed, before a request has to fail because of it."""
+    def _check_log_file(self) -> None:
+        """Report a failure if the log's file was deleted or renamed, before a request meets it."""
         if self._fatal_error is None:
             try:
                 self._log.require_place()
@@ -160,8 +157,8 @@ class LogWriter:
             self._append(writes)
 
     def _append_one_by_one(self, group: list[UnitOfWork], error: Exception) -> None:
-        """Write turns up to the one that fails; it gets its error, and the turns behind it get Undone. `error` is why
-        the log refused the content of the whole group."""
+        """Write the turns singly until one fails. That turn gets its error, and the later ones get Undone. `error` is
+        why the log refused the content of the group."""
         for index, turn in enumerate(group):
             try:
                 if len(group) > 1:
@@ -202,14 +199,14 @@ class LogWriter:
             self._trouble = None
 
     def _log_retry(self, error: Exception) -> None:
-        """Note the error of a failed try as the current trouble, and log it once, not at every try."""
+        """Keep the error of a failed attempt for `trouble`, and log it unless the previous attempt had the same."""
         if self._trouble is None or self._trouble[1] != str(error):
             self._text_log.warning("the log can't be written, trying again: %s", error)
         since = self._now() if self._trouble is None else self._trouble[0]
         self._trouble = (since, str(error))
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before the next try; return True, at once, if the writer is stopped."""
+        """Wait before the next attempt. Return True, at once, if the writer is stopped."""
         with self._wake:
             return self._stopped or bool(self._wake.wait_for(lambda: self._stopped, seconds))
 
@@ -220,7 +217,7 @@ class LogWriter:
         self._on_failure(error, turns)
 
     def _call_durable(self, turns: Sequence[UnitOfWork]) -> None:
-        """Call the actions of turns that are written."""
+        """Call the `durable_calls` of turns that are in the log now."""
         for turn in turns:
             self.in_flight -= 1
             for call in turn.durable_calls:

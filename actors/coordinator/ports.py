@@ -13,14 +13,14 @@ A = TypeVar("A")
 
 
 class MessageSender(Protocol):
-    """Actor that sends."""
+    """Actor that sends messages."""
 
     def send(self, to: Any, message: Any) -> None: ...
     def now(self) -> float: ...
 
 
 class TimerHost(MessageSender, Protocol):
-    """Actor that sends and has timers."""
+    """Actor that sends messages and has timers."""
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
     def cancel(self, name: str) -> None: ...
@@ -28,7 +28,7 @@ class TimerHost(MessageSender, Protocol):
 
 
 class Responder(Protocol):
-    """Router's side that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
+    """Part of the router that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
 
     def reply(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
@@ -36,4 +36,4 @@ class Responder(Protocol):
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None: ...
-    def lost(self, request: CommandRequest[Any], error: Exception) -> None: ...
+    def on_turn_lost(self, request: CommandRequest[Any], error: Exception) -> None: ...

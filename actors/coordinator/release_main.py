@@ -1,4 +1,4 @@
-"""Main module of a process that releases leases whose runs can't, with the providers that the log names.
+"""Main module of a process that releases leases which their runs can't release. The log names the providers.
 
 It reads one JSON document from stdin (`seconds`, and `leases`: `lease`, `provider`, `args`, `handle` of each). It
 writes a line of JSON per lease to stdout (`lease`, `error`). Providers are users' code, so they run in this process:

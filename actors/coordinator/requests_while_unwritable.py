@@ -1,7 +1,7 @@
 """Answers to requests that come while the log can't be written, for instance because the disk is full.
 
 The coordinator answers `status` from memory, with the trouble. A client that already waits for a batch goes on waiting.
-Any other request triggers one more try to write and gets its error, so the first request after the trouble succeeds.
+Any other request triggers an attempt to write and gets its error, so the first request after the trouble succeeds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["HeldRequests"]
 
 TRY_SECONDS = 0.5
-"""Minimum interval between two tries that requests trigger."""
+"""Minimum interval between two attempts that requests trigger."""
 
 
 class _Router(Protocol):
@@ -31,22 +31,22 @@ class FailedSession(Protocol):
     """Session of the log that can't be written."""
 
     failed_at: float
-    """When the last try failed, monotonic seconds."""
+    """Time of the last failed attempt to write, in monotonic seconds."""
     try_again: Callable[[], None]
 
 
 class HeldRequests:
-    """Holder of requests that come while the log can't be written."""
+    """Requests that came while the log can't be written, and the answers to them."""
 
     def __init__(self, actor: TimerHost, session: FailedSession) -> None:
         self._actor, self._session = actor, session
         self.router: _Router | None = None
         """Router of requests; None until the log has opened."""
         self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
-        """Requests held until the current try ends, by id."""
+        """Request id -> request and sender, held until the current attempt to write ends."""
 
     def take(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
-        """Answer the request, or hold it until the try that it triggers has ended."""
+        """Answer the request, or hold it until the attempt to write that it triggers has ended."""
         actor, session, command = self._actor, self._session, request.command
         if isinstance(error, LogRewound):
             self._answer(request, sender, error)
@@ -63,7 +63,7 @@ class HeldRequests:
         self._held[request.id] = request, sender
 
     def refuse(self, error: Exception) -> None:
-        """Answer the held requests with the failed try's error."""
+        """Answer the held requests with the error of the failed attempt."""
         requests, self._held = self._held, {}
         for request, sender in requests.values():
             self._answer(request, sender, error)

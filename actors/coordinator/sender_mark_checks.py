@@ -1,9 +1,9 @@
 """Checks of senders' marks against the log, before the coordinator acts on their messages.
 
-Each message carries a `Mark`: how far its sender has seen the log. The coordinator trusts marks of its own. It checks
-any other mark in a thread, while the message waits. If the log does not hold the marked event, it lost acknowledged
-events. If the mark lies behind the end of the log as this coordinator wrote it, another coordinator has taken over.
-Each client costs one check in the life of a coordinator.
+Each message carries a `Mark`, the last event of the log that its sender has heard of. The coordinator trusts marks of
+its own. It checks any other mark in a thread, while the message waits. If the log does not hold the marked event, it
+lost acknowledged events. If that event comes after the last one that this coordinator wrote, another coordinator has
+taken over. A coordinator checks each client once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Check(NamedTuple):
 
 
 class SenderMarkChecks:
-    """Marks of senders, and the messages that wait until these are checked."""
+    """Checks of senders' marks, and the messages that wait for them."""
 
     def __init__(
         self, log: EventLog, unheard_runners: Iterable[str], post: Callable[[Callable[[], None]], None],
@@ -63,8 +63,8 @@ class SenderMarkChecks:
     def admit(
         self, mark: Mark | None, sender_name: str, act: Callable[[], None], *, if_unreadable: bool = False
     ) -> None:
-        """Call `act` once the log has proved to hold the mark of this sender: at once for a mark known before. If the
-        log can't be read, only calls with `if_unreadable` are made; the other senders repeat their messages."""
+        """Call `act` once the log was found to hold the marked event, at once if that was checked before. If the log
+        can't be read, `act` is called only with `if_unreadable`; other senders repeat their messages."""
         if mark is None or mark.teller == self._teller or mark._replace(teller="") in self._verified_marks:
             act()
             return
@@ -94,8 +94,8 @@ class SenderMarkChecks:
     def _end_checks(self, checks: list[_Check], error: Exception | None, has_later_mark: bool) -> None:
         """Handle the messages whose marks were checked, and start the checks that came meanwhile.
 
-        `error` is that of the thread. `has_later_mark` means that a mark lies behind the last event that this
-        coordinator wrote; then its messages stay unhandled.
+        `error` is the thread's error. `has_later_mark` means that a marked event comes after the last one that this
+        coordinator wrote; then the messages stay unhandled.
         """
         self._is_checking = False
         if isinstance(error, LogRewound):

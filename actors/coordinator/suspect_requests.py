@@ -1,10 +1,9 @@
 """File of the requests and pipelines in work, so that after a crash the next coordinator sees which one caused it.
 
 The file has each request from the start of its handling to the end of its turn, and each batch while its pipeline runs.
-A coordinator that starts reads the file: its entries were in work when the previous coordinator ended, for whatever
-reason. A request that was in work at `REQUEST_DEATHS` ends in a row is refused; one success clears it. A request is
-identified by its content, so the same request of another client is refused too. A restart of the system clears the
-file.
+A new coordinator reads the file: its entries were in work when the previous coordinator ended, for whatever reason. If
+`REQUEST_DEATHS` coordinators in a row ended while a request was in work, it is refused; one success clears it. Requests
+are compared by content, so the same request of another client is refused too. A restart of the system clears the file.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["RequestsInHand", "fingerprint"]
 REQUEST_DEATHS = 2
 """Number of coordinators that may end while they handle a request, before it is refused."""
 PIPELINE_DEATHS = 3
-"""The same number for a pipeline; it is higher since a pipeline runs long, and kills have other causes too."""
+"""The same number for a pipeline. It is higher, since a long pipeline may meet a kill that it did not cause."""
 REMEMBERED = 64
 """Maximum number of suspects kept; the newest stay."""
 
@@ -37,11 +36,11 @@ class _Suspect:
     """Request or pipeline that was in work when coordinators ended."""
 
     what: str
-    """Its name in messages and in the file."""
+    """Name of the request or pipeline in errors and in the file."""
     deaths: int
-    """Number of coordinators that ended while it was in work."""
+    """Number of coordinators that ended while the request or pipeline was in work."""
     said: str = ""
-    """Error of its handler, if it raised one."""
+    """Error of the request's handler, if it raised one."""
 
 
 def fingerprint(request: CommandRequest[Any]) -> str:
@@ -74,7 +73,7 @@ class RequestsInHand:
         self._write()
 
     def _take_suspects(self, data: bytes) -> None:
-        """Take the suspects from the file's content, and suspect whatever was in work when it was written."""
+        """Read the suspects from the file's content. Everything that was in work when it was written becomes one."""
         try:
             content: dict[str, Any] = orjson.loads(data)
             if content["life"] != self._system_start:
@@ -100,8 +99,8 @@ class RequestsInHand:
             self._length = max(self._length, len(data))
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    def take(self, request: CommandRequest[Any]) -> None:
-        """Note that a request is about to be handled. Raises RequestRefused if it ended earlier coordinators."""
+    def begin_request(self, request: CommandRequest[Any]) -> None:
+        """Write to the file that a request is in work. Raises RequestRefused if earlier coordinators ended in it."""
         key, name = fingerprint(request), request.command.name
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= REQUEST_DEATHS:
@@ -122,13 +121,13 @@ class RequestsInHand:
         self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", REQUEST_DEATHS, message)
         self._write()
 
-    def put_aside(self, request: CommandRequest[Any]) -> None:
-        """Note that a request waits for a read, so it can't end this coordinator now."""
+    def suspend_request(self, request: CommandRequest[Any]) -> None:
+        """Remove a request from the file while it waits for a read, and so can't end this coordinator."""
         self._requests.pop(fingerprint(request), None)
         self._write()
 
     def end_turn(self) -> None:
-        """Note that the turn has ended and this coordinator lives, so its requests are no suspects any more."""
+        """Clear the turn's requests of suspicion, since this coordinator survived them."""
         if self._requests:
             for key in self._requests:
                 self._suspects.pop(key, None)
@@ -136,8 +135,8 @@ class RequestsInHand:
             self._write()
 
     # --- pipelines --------------------------------------------------------------------------------------------------
-    def take_pipeline(self, key: str) -> None:
-        """Note that a pipeline is about to run. Raises PipelineError if it ended earlier coordinators."""
+    def begin_pipeline(self, key: str) -> None:
+        """Write to the file that a pipeline is in work. Raises PipelineError if earlier coordinators ended in it."""
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= PIPELINE_DEATHS:
             raise PipelineError(
@@ -148,7 +147,7 @@ class RequestsInHand:
         self._write()
 
     def end_pipeline(self, key: str) -> None:
-        """Clear the request `key` of suspicion: its pipeline has ended, and did not end this coordinator."""
+        """Clear a pipeline of suspicion, since it has ended and this coordinator survived it."""
         self._pipelines.pop(key, None)
         self._suspects.pop(key, None)
         self._write()

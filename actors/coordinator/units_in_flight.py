@@ -1,7 +1,4 @@
-"""Units of each life of a runner, over all open batches.
-
-Folding updates them, so that a message about one runner costs no walk over all units.
-"""
+"""Index of the units in flight by batch and runner, so that a message about one runner costs no walk over all units."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ Life = tuple[str, int]
 
 
 class UnitsInFlight:
-    """Units in flight by batch and life; they equal the `flights` of the batches."""
+    """Units in flight by batch and by (runner, incarnation): the same units as in the `flights` of the batches."""
 
     def __init__(self, batches: Iterable[BatchState] = ()) -> None:
         self.loads: dict[Life, int] = {}
-        """Number of units of each life that has any."""
+        """(runner, incarnation) -> number of its units, for runners that have any."""
         self.changed_runners: dict[str, None] = {}
-        """Runners whose room may have changed since units were last given out."""
+        """Runners whose number of free places may have changed since the last dispatch."""
         self._units: dict[BatchId, dict[Life, dict[Key, None]]] = {}
         """Units by batch and life, in the order of dispatch."""
         self._lives: dict[str, dict[int, None]] = {}
@@ -36,7 +33,7 @@ class UnitsInFlight:
                 self._add(batch.batch_id, (flight.runner, flight.incarnation), key)
 
     def units_of(self, batch_id: BatchId, runner: str, incarnation: int) -> list[Key]:
-        """Return a life's units of a batch, in the order of dispatch."""
+        """Return the units of a batch that this incarnation of a runner has, in the order of dispatch."""
         return list(self._units.get(batch_id, {}).get((runner, incarnation), ()))
 
     def incarnations(self, runner: str) -> list[int]:
@@ -67,7 +64,7 @@ class UnitsInFlight:
         self.changed_runners[runner] = None
 
     def _drop(self, batch_id: BatchId, life: Life, keys: Iterable[Key]) -> None:
-        """Remove those of these units that the life still has; leave no empty entries."""
+        """Remove units of a runner's incarnation. Units that it does not have are ignored."""
         runner, incarnation = life
         units = self._units.get(batch_id, {}).get(life, {})
         dropped = [units.pop(key) for key in keys if key in units]

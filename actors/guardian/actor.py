@@ -3,7 +3,7 @@
 Runners are its children, not the coordinator's, so they outlive a coordinator. The guardian tells runners where the
 coordinator and the auxiliary models are, the coordinator which runners died, and clients where to send requests.
 
-A child fails in four ways: its process is gone (Thespian reports it), it never said hello, its heartbeat stopped, or
+A child fails in four ways: its process ends (Thespian reports it), it never sends a heartbeat, its heartbeat stops, or
 its engine's loop does not answer although the heartbeat goes on. In the last three the guardian kills it with SIGKILL,
 a runner with its whole process group. `supervision.py` decides which child is overdue and when it is started again.
 """
@@ -25,10 +25,10 @@ from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_size_limit import cut_long_files, standard_output_file
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.runner.actor import Runner, import_ahead
-from trinity_es.actors.system_end_checks import end_processes, owner_gone
+from trinity_es.actors.system_end_checks import end_processes, owner_end_reason
 from trinity_es.events.store.checks.log_end import Claim
 
-__all__ = ["NAME", "Guardian", "host_agent", "import_ahead"]
+__all__ = ["NAME", "Guardian", "host_agent_class", "import_ahead"]
 
 NAME = "trinity-es-guardian"
 """Global name of the guardian in the actor system."""
@@ -43,8 +43,8 @@ CENSUS_CHECKS = 10
 """Number of checks between two EndedRunners messages."""
 
 
-def host_agent() -> type[BaseActor]:
-    """Import the host agent only for runs on several hosts, because it imports aiohttp."""
+def host_agent_class() -> type[BaseActor]:
+    """Import and return HostAgent. Only runs on several hosts need it, and it imports aiohttp."""
     from trinity_es.actors.hosts.host_agent import HostAgent
 
     return HostAgent
@@ -73,7 +73,7 @@ class Guardian(BaseActor):
         self.children, self.runners = self.supervision.children, self.supervision.runners
         self.coordinator_address: Any = None
         self.waiting_coordinator: Any = None
-        """A coordinator that can't take over yet; it tells clients why."""
+        """Address of a coordinator that can't take over yet. It answers clients with the reason."""
         self.epoch = 0
         self.log_end = message.known
         self.hosts_heard: dict[str, float] = {}
@@ -81,7 +81,7 @@ class Guardian(BaseActor):
         self.stopping = False
         """True once the children end for good, because the system ends or another one took the store."""
         self.ending = False
-        """True once this guardian ends its host's other processes, too."""
+        """True once this guardian also ends the other processes of its host."""
         self.fencing_owner = ""
         """Owner of the system that took the store from this one; empty if none did."""
         rollout = self.config.rollout
@@ -108,14 +108,14 @@ class Guardian(BaseActor):
         """Log files that were cut at least once."""
         for name, model, _ in slots:
             self.start_runner(name, model)
-        self.leader_class = Coordinator if host is None else host_agent()
+        self.leader_class = Coordinator if host is None else host_agent_class()
         self.start_coordinator()
         self.check_count = 0
         self.after(CHECK_SECONDS, "check", self.check)
 
     # --- children ---------------------------------------------------------------------------------------------------
     def start_runner(self, name: str, model: str = "rollout") -> None:
-        """Start the next life of a runner, and tell it where coordinator and auxiliary models are."""
+        """Start a process for a runner, and send it the addresses of the coordinator and the auxiliary models."""
         self.incarnation += 1
         child = self.supervision.begin(name, self.incarnation, self.createActor(Runner), self.now(), model)
         url = self.urls.get(name, "")
@@ -131,7 +131,7 @@ class Guardian(BaseActor):
         """Start a coordinator (on a joined host: the host agent), and tell it which runners live."""
         child = self.supervision.begin("coordinator", 0, self.createActor(self.leader_class), self.now())
         alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
-        informed_runners = frozenset(alive) if self.epoch else frozenset()  # they know of the log by a coordinator
+        informed_runners = frozenset(alive) if self.epoch else frozenset()  # a coordinator told them the log's end
         self.send(child.address, messages.StartCoordinator(
             self.config, self.admin, alive, self.log_end, informed_runners, self.hosts_heard))
         self.send_endpoints([child])
@@ -149,7 +149,7 @@ class Guardian(BaseActor):
                 self.send(child.address, messages.Endpoints(models))
 
     def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
-        """Note that a child lives, and repeat CoordinatorUp if it was lost; kill a process that was replaced."""
+        """Record a child's heartbeat, and repeat CoordinatorUp if it was lost. Kill the sender if it was replaced."""
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.is_gone():
             with contextlib.suppress(ProcessLookupError):
@@ -169,7 +169,7 @@ class Guardian(BaseActor):
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))  # the first was lost
 
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
-        """Tell all runners of the new coordinator, and the coordinator of the runners that died."""
+        """Tell all runners of the new coordinator, and report to it the runners that died."""
         child = self.children["coordinator"]
         if child.address != sender or child.is_gone():
             return  # from an earlier coordinator
@@ -190,7 +190,7 @@ class Guardian(BaseActor):
             self.waiting_coordinator = message.coordinator
 
     def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
-        """Note the state of a runner; end one that failed and is not the first in its slot, or that never began."""
+        """Record a runner's state. If it failed, end its process, except a first one that sent a heartbeat."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or child.is_gone():
             return
@@ -206,9 +206,9 @@ class Guardian(BaseActor):
             self.after(LEFT_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
         elif message.state == "failed":
             child.reason = message.reason
-            # This is not the first life of its slot, so the cause may pass: another process in its memory, say. Or
-            # this life never began, and then it can't report to the coordinator itself.
-            if (not child.first or child.pid == 0) and not self.stopping:
+            # It is not the runner's first process, so the cause may pass: another process in the GPU's memory, say. Or
+            # it never sent a heartbeat, and then it can't report to the coordinator itself.
+            if (not child.is_first or child.pid == 0) and not self.stopping:
                 self.end_child(child, child.end_reason(message.reason))
         self.retire_coordinator_after_runners()
 
@@ -229,7 +229,7 @@ class Guardian(BaseActor):
                 self.send(sender, messages.RunnerDied(name, incarnation, "its server was taken away", asked=True))
 
     def retire_runner(self, child: Child) -> None:
-        """Have a runner end in order, within RETIRE_SECONDS, and remove its slot."""
+        """Ask a runner to finish and end, and forget it after RETIRE_SECONDS at the latest."""
         if child.is_gone():
             self.forget_child(child)
         elif not child.is_leaving:
@@ -238,7 +238,7 @@ class Guardian(BaseActor):
             self.after(RETIRE_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
 
     def forget_child(self, child: Child) -> None:
-        """Remove the slot of a runner that retired, and kill its process if it still runs."""
+        """Stop watching a runner that retired, and kill its process if it still runs."""
         if self.children.get(child.name) is not child or self.stopping:
             return
         del self.children[child.name]
@@ -259,9 +259,9 @@ class Guardian(BaseActor):
             self.on_child_ended(child, f"process {child.pid} ended")
 
     def check(self) -> None:
-        """End the system without its owner, end overdue children, cut long log files, and repeat what may be lost."""
+        """End the system if its owner has ended. End overdue children, cut long logs, repeat some messages."""
         self.after(CHECK_SECONDS, "check", self.check)
-        if reason := owner_gone(self.admin["owner"]):
+        if reason := owner_end_reason(self.admin["owner"]):
             self.end(reason)
         overdue = self.supervision.find_overdue(self.now())
         for path in set(cut_long_files(self.log_files)) - self.cut_files:
@@ -276,7 +276,7 @@ class Guardian(BaseActor):
             self.send_endpoints()
 
     def on_ReplaceRunner(self, message: messages.ReplaceRunner, sender: Any) -> None:
-        """Start another life in this slot, even if it failed, is quarantined, or waits for its next start."""
+        """Start a runner again, even if it failed, is quarantined, or waits for its next start."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or self.stopping:
             return  # done already
@@ -310,7 +310,7 @@ class Guardian(BaseActor):
         )
 
     def on_child_ended(self, child: Child, reason: str, *, asked: bool = False) -> None:
-        """Record and report the end of a child, kill what is left of it, and have its next life started."""
+        """Record and report the end of a child, kill the rest of its process group, and schedule its next start."""
         self.log.warning("%s is gone: %s", child.name, reason)
         if child.is_coordinator():
             self.coordinator_address = self.waiting_coordinator = None
@@ -336,7 +336,7 @@ class Guardian(BaseActor):
             self.start_again(child)
 
     def start_again(self, child: Child) -> None:
-        """Start the next life in a slot that waits for it."""
+        """Start a child whose pause before its next start has ended."""
         if self.stopping or self.children.get(child.name) is not child or child.state != "waiting":
             return
         if child.is_coordinator():
@@ -345,7 +345,7 @@ class Guardian(BaseActor):
             self.start_runner(child.name, child.model)
 
     def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
-        """End everything: another system took the store, and otherwise both would take it from each other for ever."""
+        """End all children for good: another system took the store, and the two would take it in turns for ever."""
         if self.children["coordinator"].address != sender:
             return  # from an earlier coordinator: its successor decides
         self.log.error("fenced off: %s", message.owner)
@@ -376,7 +376,7 @@ class Guardian(BaseActor):
         self.send(sender, requests.WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
-        """End all children in order: runners, then the coordinator, which records their end."""
+        """End the runners in order, then the coordinator, which records their end."""
         self.stopping = True
         for child in self.runners():
             if child.state == "waiting":
@@ -387,10 +387,8 @@ class Guardian(BaseActor):
         self.retire_coordinator_after_runners()
 
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Ask the head to give this host no new units; end the host at once if no head has ever admitted it.
-
-        `join` repeats the message, which is lost while the agent, its connection or the head's log is away.
-        """
+        """Ask the head to give this host no new units; end the host at once if no head has ever admitted it. `join`
+        repeats the message, which is lost while the agent, its connection or the head's log is away."""
         if self.config.host is None or self.stopping:
             return
         if not self.epoch:
@@ -409,7 +407,7 @@ class Guardian(BaseActor):
             self.retire_coordinator()
 
     def retire_coordinator(self) -> None:
-        """Have the coordinator close the log and end. If it has, and the system is ending, end the other processes."""
+        """Have the coordinator close the log and end. If it has ended and the system ends, kill the other processes."""
         child = self.children["coordinator"]
         if child.state == "waiting":  # for its restart
             child.state = "down"
@@ -419,7 +417,7 @@ class Guardian(BaseActor):
             self.end_processes()
 
     def on_Retired(self, message: messages.Retired, sender: Any) -> None:
-        """Note that the coordinator has closed the log, and end the remaining processes if this host ends."""
+        """Record that the coordinator has closed the log, and kill the remaining processes if the system ends."""
         self.children["coordinator"].state = "retired"
         if self.ending:
             self.end_processes()
@@ -428,7 +426,7 @@ class Guardian(BaseActor):
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
-        """End all children in order, or after END_SECONDS by force, and then the rest of this host's tree."""
+        """End all children in order, or after END_SECONDS by force, and then the admin and this process."""
         if not self.ending:
             self.log.warning("the system ends: %s", reason)
             self.ending = True
@@ -436,7 +434,7 @@ class Guardian(BaseActor):
             self.on_Retire(messages.Retire(), None)
 
     def end_processes(self) -> None:
-        """Kill what is left of this host's tree, with the admin and this process."""
+        """Kill the remaining runners, the admin and this process."""
         end_processes(self.admin["pid"], [c.pid for c in self.runners() if c.pid and not c.is_gone()])
 
     def on_exit(self) -> None:

@@ -1,8 +1,8 @@
-"""Limit on the size of log files, whichever process writes to them.
+"""Limit on the size of log files.
 
-A system's processes, their workflows and the programs that these start write by loggers, by `print`, and directly to
-descriptor 1. No logging handler sees all of it, so a file that grew too long is copied and truncated in place. All
-writers have it open for appending and go on at its new end without waiting.
+Many processes write to them: by loggers, by `print`, and directly to descriptor 1. No logging handler sees all of it,
+so a file that grew too long is copied and truncated in place. All writers have it open for appending, so they go on at
+its new end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("trinity_es.log_files")
 
 
 def standard_output_file() -> str | None:
-    """Return the file that is this process's standard output; None if that is no file."""
+    """Return the path of the file that this process's standard output goes to; None if it does not go to a file."""
     with contextlib.suppress(OSError):
         path = os.readlink("/proc/self/fd/1")
         if os.path.isfile(path):
@@ -30,21 +30,21 @@ def standard_output_file() -> str | None:
 
 
 def cut_long_files(paths: Iterable[str], max_bytes: int = MAX_BYTES) -> list[str]:
-    """Truncate each file that grew beyond `max_bytes`, and return these files. The last `max_bytes` replace `FILE.1`.
-    Never raises: if the disk is full, there is no copy."""
+    """Truncate each file above `max_bytes`, and return these files. Their last `max_bytes` replace `FILE.1`. Never
+    raises. If the disk is full, the copy is left out."""
     cut_files = []
     for path in paths:
         try:
             if os.stat(path).st_size > max_bytes:
-                _cut(path, max_bytes)
+                _cut_file(path, max_bytes)
                 cut_files.append(path)
         except OSError as e:
             _log.debug("%s can't be cut: %s", path, e)
     return cut_files
 
 
-def _cut(path: str, max_bytes: int) -> None:
-    """Copy the last `max_bytes` of a file to `FILE.1`, then leave a line in it that says so, and nothing else."""
+def _cut_file(path: str, max_bytes: int) -> None:
+    """Copy the last `max_bytes` of a file to `FILE.1`, then replace its content by a line that says so."""
     with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_APPEND)) as file:
         size = file.seek(0, os.SEEK_END)
         copy_note = f"the last {max_bytes >> 20} MiB of that are in {path}.1"

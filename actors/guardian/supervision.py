@@ -1,12 +1,13 @@
 """Decisions of the guardian: which child is overdue, and when it is started again. Pure; time and chance are arguments.
 
-A child is overdue if it does not say hello after its start, its heartbeat stops, its engine's loop does not answer, or
-its engine is not ready in time. If the guardian itself was suspended, it extends all these deadlines.
+A child is a runner or the coordinator, and each of its processes is a life. A child is overdue if it sends no heartbeat
+after its start, its heartbeat stops, its engine's loop does not answer, or its engine is not ready in time. If the
+guardian itself was suspended, it extends all these deadlines.
 
 A runner that ends is started again after a pause that doubles with every end, with some jitter so that many do not
-start at once; one long healthy life resets the count. A runner that ends too often is quarantined: its slot stays
-empty, an event records it, and the others go on. The coordinator is never quarantined, since nothing goes on without
-it. After a life that served it is started again at once, and after several short lives with the same growing pauses.
+start at once. One long healthy life resets the count. A runner that ends too often is quarantined: it is not started
+again, an event records it, and the others go on. The coordinator is never quarantined, since nothing goes on without
+it. It is started again at once after a life that served, and with the same growing pauses after several short lives.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 __all__ = [
     "CHECK_SECONDS", "ENDED", "GONE", "HELLO_SECONDS", "Child", "Policy", "Supervision", "coordinator_pause",
-    "counted_ends", "runner_pause", "short_lives",
+    "count_short_lives", "counted_ends", "runner_pause",
 ]
 
 GONE = frozenset({"waiting", "quarantined", "down"})
@@ -27,7 +28,7 @@ ENDED = GONE | {"retired", "failed"}
 CHECK_SECONDS = 1.0
 """Interval between two checks of the children's heartbeats."""
 HELLO_SECONDS = 60.0
-"""How long a new process may take until its first heartbeat."""
+"""How long a new process may take to send its first heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ class Policy:
 
 
 def counted_ends(policy: Policy, earlier_ends: Sequence[float], now: float, served_seconds: float) -> list[float]:
-    """Return the times of the ends that count, this one (`now`) included; all are monotonic seconds. `earlier_ends` are
-    those that counted before; `served_seconds` is how long the life that ended had served."""
+    """Return the times of a child's ends that count for a quarantine, in monotonic seconds. The last one is `now`.
+    `earlier_ends` counted before. `served_seconds` is how long the process that ended now had served."""
     if served_seconds >= policy.healthy_life:
         return [now]
     return [*(t for t in earlier_ends if now - t < policy.period), now]
@@ -69,27 +70,25 @@ def _backoff(policy: Policy, end_count: int, chance: float) -> float:
 
 
 def runner_pause(policy: Policy, end_count: int, chance: float) -> float | None:
-    """Return seconds until a runner is started again after `end_count` ends that count; None if it is quarantined.
-    `chance` is uniform in [0, 1)."""
+    """Return the pause in seconds before a runner starts again; None if it is quarantined. `end_count` is the number of
+    its ends that count. `chance` is uniform in [0, 1)."""
     return None if end_count > policy.restarts else _backoff(policy, end_count, chance)
 
 
-def short_lives(policy: Policy, count_before: int, served_seconds: float) -> int:
-    """Return the number of short lives of coordinators in a row, this one included; `count_before` is without it.
-
-    A longer life resets it. Otherwise a coordinator killed early after several long lives would have the longest pause.
-    """
+def count_short_lives(policy: Policy, count_before: int, served_seconds: float) -> int:
+    """Return how many coordinators in a row had a short life: `count_before`, plus the one that ended after
+    `served_seconds`. A longer life resets the count to 0."""
     return 0 if served_seconds >= policy.short_life else count_before + 1
 
 
 def coordinator_pause(policy: Policy, short_life_count: int, chance: float) -> float:
-    """Return seconds until the next coordinator is started after this many short lives in a row."""
+    """Return the pause in seconds before the next coordinator starts, after this many short lives in a row."""
     return 0.0 if short_life_count <= 1 else _backoff(policy, short_life_count - 1, chance)
 
 
 @dataclass(slots=True)
 class Child:
-    """A slot, and the current or last life in it."""
+    """A runner or the coordinator, with the state of its current or last process."""
 
     name: str
     incarnation: int
@@ -102,24 +101,24 @@ class Child:
     deaths: list[float] = field(default_factory=list)
     """Times of the ends that count for a quarantine."""
     short_lives: int = 0
-    """Number of short lives in a row, of a coordinator."""
+    """For the coordinator: number of short lives in a row."""
     state: str = "starting"
     seen: float = 0.0
-    """Time of its last message."""
+    """Time of the child's last message."""
     silent: float = 0.0
-    """Seconds since its engine's loop last answered."""
+    """Seconds since the engine's loop last answered."""
     up_at: float | None = None
-    """Time at which it began to serve."""
+    """Time at which the process began to serve."""
     restart_at: float = 0.0
-    first: bool = True
-    """False if this slot had a life before."""
+    is_first: bool = True
+    """True if this is the child's first process."""
     reason: str = ""
-    """Reason for the end of the last life."""
+    """Reason for the end of the child's last process."""
     model: str = "rollout"
     endpoint: str = ""
-    """URL of its engine while it serves."""
+    """URL of the engine while it serves."""
     is_leaving: bool = False
-    """True if it retires, because its server was removed."""
+    """True if this runner retires because its server was removed."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"
@@ -128,12 +127,12 @@ class Child:
         return self.state in GONE
 
     def end_reason(self, reason: str) -> str:
-        """Return why this life ended, from the reason that it reported with its state `failed`."""
+        """Return why this process ended, from the reason that it reported with its state `failed`."""
         return reason if self.up_at is not None else f"its engine did not start: {reason}"
 
 
 class Supervision:
-    """The slots of a system, by name, and the lives in them."""
+    """The runners and the coordinator that a guardian watches, by name."""
 
     def __init__(self, policy: Policy, now: float) -> None:
         self.policy, self.children, self._checked_at = policy, dict[str, Child](), now
@@ -142,11 +141,11 @@ class Supervision:
         return [c for c in self.children.values() if not c.is_coordinator()]
 
     def begin(self, name: str, incarnation: int, address: Any, now: float, model: str = "rollout") -> Child:
-        """Begin a life of this child, and return it. Its slot keeps the earlier ends, for the restart limit."""
+        """Record a new process of the child `name`, and return its record, which keeps the child's earlier ends."""
         child = Child(name, incarnation, address, born=now, seen=now, model=model)
         previous = self.children.get(name)
         if previous is not None:
-            child.first = False
+            child.is_first = False
             child.deaths, child.short_lives = previous.deaths, previous.short_lives
             child.reason = previous.reason
         self.children[name] = child
@@ -180,7 +179,7 @@ class Supervision:
     def end_life(
         self, child: Child, reason: str, now: float, chance: float, *, asked: bool = False, for_good: bool = False
     ) -> float | None:
-        """Record the end of a life; return seconds until the next one begins, None if there is none.
+        """Record that a child's process ended. Return the pause in seconds before its next one; None if there is none.
 
         `asked`: the end was requested, so it does not count, and a runner starts again at once. `for_good`: the system
         ends. `chance` is uniform in [0, 1).
@@ -191,7 +190,7 @@ class Supervision:
             child.deaths = counted_ends(self.policy, child.deaths, now, served_seconds)
         pause: float | None
         if child.is_coordinator():
-            child.short_lives = short_lives(self.policy, child.short_lives, served_seconds)
+            child.short_lives = count_short_lives(self.policy, child.short_lives, served_seconds)
             pause = coordinator_pause(self.policy, child.short_lives, chance)
         else:
             pause = 0.0 if asked else runner_pause(self.policy, len(child.deaths), chance)

@@ -1,4 +1,4 @@
-"""The head's certificate. Each coordinator that admits hosts makes one, and its lease names it."""
+"""The head's TLS certificate. Each coordinator that admits hosts creates one, and names it in its lease of the log."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Certificate:
     """SHA-256 of the certificate, by which hosts recognise it."""
 
     @classmethod
-    def made(cls) -> Certificate:
-        """Make a certificate. Raises ImportError if the package cryptography is missing."""
+    def create(cls) -> Certificate:
+        """Create a self-signed certificate. Raises ImportError if the package cryptography is missing."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec

@@ -1,7 +1,7 @@
-"""Files of a folder of weights, as head and host compare them.
+"""Comparison of the files in a folder of weights between the head and a host.
 
-A file shared over a file system has the same inode, size and times on both hosts, to the nanosecond, so it need not be
-read. Otherwise the SHA-256 decides.
+A file on a shared file system has the same inode, size and times on both hosts, to the nanosecond. Such files count as
+equal without being read. Otherwise their SHA-256 decides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileFacts", "FolderName", "digests_of", "listing"]
+__all__ = ["FileFacts", "FolderName", "hash_files", "list_files"]
 
 _TRAINER_FILES = ("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state*", "scaler*")
 """Names of files that a trainer leaves beside weights and no engine reads."""
@@ -25,12 +25,12 @@ _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.on
 
 @dataclass(frozen=True, slots=True)
 class FolderName:
-    """A host's request for a folder. It never has a path, which only the head knows."""
+    """Name by which a host requests a folder. Only the head knows the path."""
 
     kind: str
-    """`weights`, `adapter` or `model`: the original model, before any weights."""
+    """`weights`, `adapter`, or `model` for the model's original weights."""
     name: str = ""
-    """Name of the adapter, or of the model (`rollout`, or an auxiliary one's)."""
+    """Name of the adapter, or of the model (`rollout` or an auxiliary model)."""
     version: int = 0
 
     def __str__(self) -> str:
@@ -40,26 +40,24 @@ class FolderName:
 
     @property
     def label(self) -> str:
-        """Beginning of the folder's name on a host."""
+        """Prefix of the pulled folder's name on a host."""
         name_digest = hashlib.sha256(self.name.encode()).hexdigest()[:12] + "-" if self.name else ""
         return f"{self.kind}-{name_digest}{self.version}"
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """A file, as its host sees it."""
+    """A file on one host: name, size, and an identity that changes with its content."""
 
     name: str
     size: int
     identity: tuple[int, int, int]
-    """Its inode, and the times when its content and its inode changed, in nanoseconds."""
+    """Inode of the file, and the times when its content and its inode changed, in nanoseconds."""
 
 
-def listing(folder: Path) -> list[FileFacts]:
-    """Return the files of a folder that an engine may read, by name. Raises OSError, also if there are none.
-
-    Links are followed: the cache of Hugging Face's hub consists of them.
-    """
+def list_files(folder: Path) -> list[FileFacts]:
+    """Return the files of a folder that an engine may read, sorted by name. Raises OSError, also if there are none. It
+    follows links, since the cache of Hugging Face's hub consists of them."""
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     excluded_patterns: tuple[str, ...] = _TRAINER_FILES
     if any(name.endswith(".safetensors") for name in names):
@@ -76,8 +74,8 @@ def listing(folder: Path) -> list[FileFacts]:
     return files
 
 
-async def digests_of(folder: Path, files: Sequence[FileFacts], threads: Executor) -> list[str]:
-    """Return the SHA-256 of each file, computed in `threads`. Raises OSError, also if a file has another size now."""
+async def hash_files(folder: Path, files: Sequence[FileFacts], threads: Executor) -> list[str]:
+    """Return the SHA-256 of each file, computed in `threads`. Raises OSError, also if a file's size has changed."""
     loop = asyncio.get_running_loop()
     return list(await asyncio.gather(
         *(loop.run_in_executor(threads, _digest, folder / file.name, file.size) for file in files)))

@@ -1,4 +1,4 @@
-"""The host's end of a pull: copies a folder of the head to this host, or says why it can't.
+"""The host's side of a pull, which copies a folder of the head to this host.
 
 If the head's path exists on this host too, on a shared disk or with equal files, the folder is used as it is.
 Otherwise its files are pulled into a folder of this host, which is renamed once it is complete. Bytes that arrived
@@ -26,8 +26,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiohttp import ClientSession
 
-from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_of, listing
-from trinity_es.actors.hosts.head_client import READ_BYTES, HeadDialer, NotOurs, Refused, require_taken
+from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, hash_files, list_files
+from trinity_es.actors.hosts.head_client import READ_BYTES, HeadDialer, NotOurs, Refused, raise_refusal
 from trinity_es.events.errors import SyncError, WrongKey
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.retry import Backoff
@@ -48,10 +48,8 @@ THREADS = 4
 
 
 def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
-    """Return the folder in which a host keeps pulled files: below `chosen`, by default in shared memory.
-
-    Each store, machine and host on it has its own, because `chosen` may be on a shared file system.
-    """
+    """Return the folder in which a host keeps pulled files: below `chosen`, by default in shared memory. Each store,
+    machine and host on it has its own, because `chosen` may be on a shared file system."""
     owner = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
     return Path(chosen or SHARED_MEMORY) / f"trinity_es-host-{owner}"
 
@@ -63,16 +61,17 @@ class _Pull:
     local: Path | None
     """Path where the folder may be on this host already."""
     tell: Callable[[str], None]
+    """Called with progress and trouble, as a phrase."""
     progress_at: float
-    """Time of the last progress, in monotonic seconds: bytes came, or digests for the first time."""
+    """Time at which bytes, or the first digests, last arrived, in monotonic seconds."""
     has_digests: bool = False
     has_differed: bool = False
-    """True if a file arrived with other bytes once."""
+    """True if a pulled file did not match its digest once."""
     reported_at: float = float("-inf")
     """Time of the last progress message, in monotonic seconds."""
 
     def report(self, progress: str) -> None:
-        """Pass on the progress, at most once in TELL_SECONDS."""
+        """Pass the progress to `tell`, at most once in TELL_SECONDS."""
         now = time.monotonic()
         if now - self.reported_at >= TELL_SECONDS:
             self.reported_at = now
@@ -80,10 +79,10 @@ class _Pull:
 
 
 class FolderPuller:
-    """Puller of folders, for one event loop."""
+    """Client that pulls folders from the head, for one event loop."""
 
     def __init__(self, folder: Path, dialer: HeadDialer) -> None:
-        """Make a puller whose pulls fail if nothing arrives for the dialer's `timeout`."""
+        """Make a puller whose pulls fail if no bytes arrive for the dialer's `timeout`. `folder` gets the files."""
         self._folder, self._dialer = folder, dialer
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
         self._digests_by_file: dict[Path, str] = {}
@@ -92,22 +91,22 @@ class FolderPuller:
         self._pulled_folders: dict[FolderName, Path] = {}
 
     async def pull(self, name: FolderName, local: Path | None, tell: Callable[[str], None]) -> Path:
-        """Return where the head's folder is on this host, after a pull if it is not here yet.
+        """Return the path on this host of the head's folder `name`. It is pulled first unless it is here already.
 
-        `local` is a path where it may be already. `tell` gets the progress and any trouble. Raises SyncError, with the
-        detail `refused` if the head refuses the folder.
+        `local` is a path where it may be already. `tell` is called with progress and trouble. Raises SyncError, with
+        the detail `refused` if the head refuses the folder.
         """
         async with self._locks[name.label]:  # a cancelled pull may still be ending
             return await self._pull(_Pull(name, local, tell, time.monotonic()))
 
     async def _pull(self, pull: _Pull) -> Path:
-        """Attempt a pull until it succeeds, the head refuses it, or nothing came for the dialer's `timeout`."""
+        """Attempt a pull until it succeeds, the head refuses it, or no bytes arrive for the dialer's `timeout`."""
         name, pauses = pull.name, Backoff(*PAUSE_SECONDS)
         while True:
             last_progress_at = pull.progress_at
             try:
                 async with self._dialer.session() as session:
-                    return await self._attempt(pull, session)
+                    return await self._attempt_pull(pull, session)
             except Refused as e:
                 raise SyncError(f"{name} can't be pulled from the head: {e.args[0]}", refused=True) from e
             except (SyncError, WrongKey):
@@ -115,7 +114,7 @@ class FolderPuller:
             except Exception as e:  # also of `find`: a database that does not answer
                 why = str(e) or "the head did not answer in time"
             if time.monotonic() - pull.progress_at > self._dialer.timeout:
-                raise SyncError(f"{name} can't be pulled from the head: {why}; what came so far is kept")
+                raise SyncError(f"{name} can't be pulled from the head: {why}; the bytes that arrived are kept")
             if pull.progress_at > last_progress_at:
                 pauses.reset()
             pull.tell(f"{name}, which can't be pulled from the head now: {why}")
@@ -132,7 +131,7 @@ class FolderPuller:
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of `work` in a thread. A cancelled call still waits: `work` may use the caller's file."""
+        """Run `work` in a thread. If this call is cancelled, it still waits, since `work` may use the caller's file."""
         future = asyncio.ensure_future(asyncio.wrap_future(self._threads.submit(work, *args, **kwargs)))
         try:
             return await asyncio.shield(future)
@@ -141,10 +140,10 @@ class FolderPuller:
             raise
 
     # --- one attempt ------------------------------------------------------------------------------------------------
-    async def _attempt(self, pull: _Pull, session: ClientSession) -> Path:
+    async def _attempt_pull(self, pull: _Pull, session: ClientSession) -> Path:
         """Return the local folder if it equals the head's, otherwise pull the files that it lacks. Raises SyncError."""
         async with session.post("/folders", json={"fetch": asdict(pull.name), "build": VERSION}) as answer:
-            reply = require_taken(await answer.json())
+            reply = raise_refusal(await answer.json())
         local_files = await self._in_thread(_listing_or_empty, pull.local)
         if "unreadable" in reply:
             if local_files and pull.local is not None:  # hosts may share a file system that the head lacks
@@ -156,7 +155,7 @@ class FolderPuller:
                 f"the head does not find {pull.name} where it was published: {reply['unreadable']}. Publish it on the "
                 "head's host, or on a file system that the head reads", refused=True,
             )
-        files = [_checked_file(*facts) for facts in reply["files"]]
+        files = [_parse_file(*facts) for facts in reply["files"]]
         if local_files == files and pull.local is not None:
             return pull.local
         digests = await self._head_digests(pull, session, reply["id"])
@@ -164,14 +163,15 @@ class FolderPuller:
             pull.has_digests, pull.progress_at = True, time.monotonic()
         if pull.local is not None and [(f.name, f.size) for f in local_files] == [(f.name, f.size) for f in files]:
             try:
-                if await digests_of(pull.local, files, self._threads) == digests:
+                if await hash_files(pull.local, files, self._threads) == digests:
                     return pull.local
             except OSError:
                 pass  # it can't be read, so it is pulled
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         target = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
-            await self._fill(pull, session, f"/folders/{reply['id']}", dict(zip(files, digests, strict=True)), target)
+            digest_by_file = dict(zip(files, digests, strict=True))
+            await self._fill_folder(pull, session, f"/folders/{reply['id']}", digest_by_file, target)
         except _LocalProblem as e:
             raise SyncError(f"{pull.name} can't be pulled into {self._folder}: {e.args[0]}") from e
         self._pulled_folders[pull.name] = target
@@ -191,17 +191,18 @@ class FolderPuller:
                 return digests
             pull.report("the head hashes its files")
 
-    async def _fill(
+    async def _fill_folder(
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], target: Path
     ) -> None:
-        """Pull these files, which have these digests, into `target`. Raises _LocalProblem, SyncError, NotOurs."""
+        """Pull files from `url` into the folder `target` and compare their digests. `files` has the digest of each.
+        Raises _LocalProblem, SyncError, NotOurs."""
         partial = target.with_name(f".{target.name}.part")
         await self._in_thread(_make_private, self._folder)
-        if target.is_dir() and not await self._in_thread(self._incomplete, target, files):
+        if target.is_dir() and not await self._in_thread(self._incomplete_files, target, files):
             return
-        await self._in_thread(_prepare, target, partial)
-        with _locked(partial):
-            incomplete = await self._in_thread(self._incomplete, partial, files)
+        await self._in_thread(_prepare_partial, target, partial)
+        with _lock_folder(partial):
+            incomplete = await self._in_thread(self._incomplete_files, partial, files)
             missing_bytes = sum(file.size - start for _, file, start, _ in incomplete)
             total_bytes = sum(file.size for file in files)
             if incomplete and missing_bytes + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
@@ -209,11 +210,11 @@ class FolderPuller:
                                     "free space, or set hosts.weights_dir of this host to another folder")
             for number, file, start, hasher in incomplete:
                 path = partial / file.name
-                with _opened_at(path, start) as output:
+                with _open_at(path, start) as output:
                     if start < file.size:
                         async with session.get(f"{url}/{number}", headers={"Range": f"bytes={start}-"}) as answer:
                             async for data in answer.content.iter_chunked(READ_BYTES):
-                                await self._in_thread(_write, output, hasher, data)
+                                await self._in_thread(_write_all, output, hasher, data)
                                 missing_bytes, pull.progress_at = missing_bytes - len(data), time.monotonic()
                                 pull.report(f"{_size_text(total_bytes - missing_bytes)} of {_size_text(total_bytes)}")
                 if hasher.hexdigest() != files[file]:
@@ -225,13 +226,13 @@ class FolderPuller:
                     pull.has_differed = True
                     raise NotOurs(problem)
                 self._digests_by_file[path] = files[file]
-            await self._in_thread(_finish, partial, target, {file.name for file in files})
+            await self._in_thread(_finish_folder, partial, target, {file.name for file in files})
         for file, digest in files.items():
             self._digests_by_file.pop(partial / file.name, None)
             self._digests_by_file[target / file.name] = digest
 
-    def _incomplete(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
-        """Return each incomplete file: its number, the file, how many of its bytes are in `folder`, and their hash."""
+    def _incomplete_files(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
+        """Return the files that are incomplete in `folder`, each as (number, file, bytes here, hash of these bytes)."""
         incomplete = []
         for number, (file, digest) in enumerate(files.items()):
             path, hasher = folder / file.name, hashlib.sha256()
@@ -253,7 +254,7 @@ class FolderPuller:
 
 
 class _LocalProblem(Exception):
-    """A problem of this host, as a sentence."""
+    """A problem on this host's side of a pull, such as a full disk. Its argument is a sentence."""
 
 
 @contextmanager
@@ -266,7 +267,7 @@ def _as_local_problem() -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder, so that no other process truncates its files. Raises _LocalProblem if another one has the lock."""
     with _as_local_problem():
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -282,7 +283,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _checked_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
+def _parse_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
     """Return a file that the head listed. Raises NotOurs for a name that is no file name, such as `../x`."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise NotOurs(f"the head listed a file named {name!r}, which is not a plain file name")
@@ -293,23 +294,23 @@ def _checked_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
 def _listing_or_empty(folder: Path | None) -> list[FileFacts]:
     """Return the files of a folder; [] without a folder, or if it can't be read."""
     try:
-        return [] if folder is None else listing(folder)
+        return [] if folder is None else list_files(folder)
     except OSError:
         return []
 
 
 @_as_local_problem()
 def _make_private(folder: Path) -> None:
-    """Make this folder for this user alone. Raises _LocalProblem if another user, who may guess its name, made it."""
+    """Create a folder that only this user can read. Raises _LocalProblem if another user has created it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
-        raise _LocalProblem("the folder belongs to another user, who could change its files: set hosts.weights_dir")
+        raise _LocalProblem("another user owns the folder and could change its files: change hosts.weights_dir")
     folder.chmod(0o700)
 
 
 @_as_local_problem()
-def _prepare(target: Path, partial: Path) -> None:
-    """Make the folder `partial` for incoming files. If `target` exists, it is incomplete and becomes `partial`."""
+def _prepare_partial(target: Path, partial: Path) -> None:
+    """Create the folder `partial` for incoming files. If `target` exists, it is incomplete and is renamed to it."""
     if target.is_dir():
         shutil.rmtree(partial, ignore_errors=True)
         target.rename(partial)
@@ -317,8 +318,8 @@ def _prepare(target: Path, partial: Path) -> None:
 
 
 @_as_local_problem()
-def _opened_at(path: Path, start: int) -> FileIO:
-    """Open a file to write on after `start` bytes; drop any later ones. Raises _LocalProblem."""
+def _open_at(path: Path, start: int) -> FileIO:
+    """Open a file, truncate it to `start` bytes, and return it for writing at its end. Raises _LocalProblem."""
     file = path.open("r+b" if start else "wb", buffering=0)
     file.seek(start)
     file.truncate()
@@ -326,7 +327,7 @@ def _opened_at(path: Path, start: int) -> FileIO:
 
 
 @_as_local_problem()
-def _write(file: FileIO, hasher: Any, data: bytes) -> None:
+def _write_all(file: FileIO, hasher: Any, data: bytes) -> None:
     """Write all of `data` to an unbuffered file, and add it to the hash. Raises _LocalProblem."""
     unwritten = memoryview(data)
     while unwritten:
@@ -335,8 +336,8 @@ def _write(file: FileIO, hasher: Any, data: bytes) -> None:
 
 
 @_as_local_problem()
-def _finish(partial: Path, target: Path, names: Collection[str]) -> None:
-    """Delete other files than these from `partial`, and rename it to `target`. Raises _LocalProblem."""
+def _finish_folder(partial: Path, target: Path, names: Collection[str]) -> None:
+    """Delete all files but those in `names` from `partial`, and rename it to `target`. Raises _LocalProblem."""
     for path in partial.iterdir():
         if path.name not in names:
             path.unlink()

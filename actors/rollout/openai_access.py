@@ -64,7 +64,7 @@ class OpenAIAccess(Remembering):
 
     def cause(self, error: Exception) -> Exception:
         """Return the engine's error behind an exception of openai's client; any other exception unchanged."""
-        return (self.served_error() if openai_clients.from_openai(error) else None) or error
+        return (self.served_error() if openai_clients.is_openai_error(error) else None) or error
 
     async def aclose(self) -> None:
         """Close the clients, and drop the answers of the run."""

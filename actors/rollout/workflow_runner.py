@@ -122,7 +122,7 @@ class WorkflowRunner:
                 name = f"{batch_id}/{task.task_id}/{part.start}"
                 part_result = UnitResult(timeout=out.timeout)
                 try:
-                    with self.activity.shown(name, len(part), self.engine.model_version) as row:
+                    with self.activity.show(name, len(part), self.engine.model_version) as row:
                         async with AsyncExitStack() as stack:
                             own_journal = None
                             if journal is not None:

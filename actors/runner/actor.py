@@ -18,7 +18,7 @@ from typing import Any
 from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import device_environment
-from trinity_es.actors.plugin_lookup import look_in
+from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.lease_reports import LeaseReports
@@ -82,7 +82,7 @@ class Runner(BaseActor):
         self.open_log(self.config.system.log_dir, self.name)
         os.umask(self.config.umask)
         self.start_watch()
-        look_in(self.config.code_path, self.config.started_in)
+        add_import_folders(self.config.code_path, self.config.started_in)
         self.coordinator: Any = None
         self.epoch = 0
         self.state, self.reason = "started", ""
@@ -104,7 +104,7 @@ class Runner(BaseActor):
         self.beat()
         self.engine_side.start()
 
-    def crashed(self, error: BaseException) -> None:
+    def on_crash(self, error: BaseException) -> None:
         """Report to the guardian a failure before the engine's thread existed, since no heartbeat would report it."""
         if not hasattr(self, "engine_side"):
             self.send(self.guardian, messages.RunnerStatus(

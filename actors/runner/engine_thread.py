@@ -159,7 +159,7 @@ class EngineThread:
     @property
     def runs_wait(self) -> str:
         """Reason outside of this runner why its runs wait, as a run or the engine reports it; empty if none."""
-        return self.activity.waits() or getattr(self.engine, "runs_wait", "")
+        return self.activity.waiting_text() or getattr(self.engine, "runs_wait", "")
 
     @property
     def url(self) -> str:

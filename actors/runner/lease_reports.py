@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.lease_providers import recordable_json
-from trinity_es.actors.message_sizes import grouped, shortened
+from trinity_es.actors.message_sizes import shorten_error, split_by_size
 from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, UnitAssignment
 from trinity_es.actors.runner.outbox import NumberedGroups
 from trinity_es.events.errors import WorkflowError
@@ -69,7 +69,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         """Return the unsent changes as groups to send now. `known`: last position of the log known to this runner."""
         if not self._unsent:
             return []
-        parts = grouped(self._unsent, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
+        parts = split_by_size(self._unsent, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
         self._unsent = []
         groups = []
         for part in parts:
@@ -109,7 +109,7 @@ class UnitLeases:
         for name in fields.keys() & {"args", "handle"}:
             self._require_recordable(f"the {name} of a lease", fields[name])
         if "reason" in fields:
-            fields["reason"] = shortened(masked_text(self._secrets.scrubbed(fields["reason"]), os.environ))
+            fields["reason"] = shorten_error(masked_text(self._secrets.scrubbed(fields["reason"]), os.environ))
         item = self._item
         change = LeaseChange(
             lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run,

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trinity_es.actors.config.run_sections import StoreConfig
-from trinity_es.actors.message_sizes import LARGEST_RESULTS, grouped, outcome_size, pack_results, shortened
+from trinity_es.actors.message_sizes import LARGEST_RESULTS, outcome_size, pack_results, shorten_error, split_by_size
 from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import LogUnavailable, TrinityError
@@ -85,7 +85,7 @@ class Reporter:
                 message = f"payload not written: {type(e).__name__}: {e}"
                 outcomes = [failed_outcome(item, "infra", message) for item, _ in group]
             self._group.clear()
-            for part in grouped(outcomes, outcome_size):
+            for part in split_by_size(outcomes, outcome_size):
                 self.report(part)
 
     async def _write_patiently(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
@@ -172,6 +172,6 @@ def _with_first_messages(failures: list[tuple[int, FailureKind, str]]) -> list[t
     kinds: set[FailureKind] = set()
     reduced = []
     for run, kind, message in failures:
-        reduced.append((run, kind, "" if kind in kinds else shortened(message)))
+        reduced.append((run, kind, "" if kind in kinds else shorten_error(message)))
         kinds.add(kind)
     return reduced

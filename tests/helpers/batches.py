@@ -47,7 +47,7 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
         flight = chance.choice(list(state.flights.values()))
         fate = chance.random()
         if fate < 0.1:
-            record(batches.runner_lost(state, flight.runner, flight.incarnation, "killed"))
+            record(batches.lose_runner(state, flight.runner, flight.incarnation, "killed"))
             lives[flight.runner] += 1
             continue
         unit = flight.unit
@@ -57,9 +57,9 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
             batch_id="5/x", submission="s", unit=unit, results=[result_of(unit.task, r) for r in done],
             failures=[(r, "workflow", "x") for r in failed], seconds=1.0,
         )
-        record(batches.outcome(state, flight.runner, flight.incarnation, outcome))
-        record(batches.outcome(state, flight.runner, flight.incarnation, outcome))  # a message may come twice
+        record(batches.apply_outcome(state, flight.runner, flight.incarnation, outcome))
+        record(batches.apply_outcome(state, flight.runner, flight.incarnation, outcome))  # a message may come twice
     record(batches.start_finalizing(state))
     if batch_type == "train":
-        record(batches.finalized(state, metrics={}, experiences=[], selected=0, dropped=0))
+        record(batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0))
     return state, events

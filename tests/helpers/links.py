@@ -123,7 +123,7 @@ class Heard:
         self.items: list[tuple[str, Any]] = []
         self.gone: list[tuple[str, float]] = []
         """Reason why a connection ended, and the time of the host's last message."""
-        self.key, self.refuses, self.certificate = key, Admission(1, 1), Certificate.made()
+        self.key, self.refuses, self.certificate = key, Admission(1, 1), Certificate.create()
         self.end = HeadEnd(
             ("127.0.0.1", 0), lambda: self.key, self.certificate, timeout, hello=self._hello,
             take=lambda host, epoch, items: self.items.extend(items),

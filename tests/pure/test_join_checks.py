@@ -13,7 +13,7 @@ from tests.helpers.handmade import cli
 from tests.helpers.links import OTHER, Heard, dialer
 from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.head_client import HeadPlace, NotOurs
-from trinity_es.actors.hosts.host_comparison import digest_of, facts
+from trinity_es.actors.hosts.host_comparison import machine_facts, model_digest
 from trinity_es.cli import join_checks
 from trinity_es.cli.join_checks import HeadAnswer, ask_head, compare_with_head, folder_finding
 from trinity_es.config.config import Config
@@ -43,20 +43,20 @@ def test_what_differs_is_told(theirs: dict[str, Any], vllm: bool, what: str, ver
 
 
 def test_a_model_is_compared_by_its_config_and_the_sizes_of_its_weights(tmp_path: Path) -> None:
-    assert digest_of(str(tmp_path / "none")) is None
+    assert model_digest(str(tmp_path / "none")) is None
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    first = digest_of(str(tmp_path))
-    assert facts([str(tmp_path), "a/hub-id"])["digests"] == {str(tmp_path): first}
+    first = model_digest(str(tmp_path))
+    assert machine_facts([str(tmp_path), "a/hub-id"])["digests"] == {str(tmp_path): first}
     (tmp_path / "README.md").write_text("of no matter")
-    assert digest_of(str(tmp_path)) == first
+    assert model_digest(str(tmp_path)) == first
     assert folder_finding(str(tmp_path), first).verdict == "ok"
     assert folder_finding(str(tmp_path), "another").verdict == "wrong"
     assert folder_finding(str(tmp_path), None).verdict == "note"
     missing = folder_finding(str(tmp_path / "none"), first)
     assert (missing.verdict, "copy it to the same path" in missing.way_out) == ("missing", True)
     (tmp_path / "model.safetensors").write_bytes(b"123456")
-    assert digest_of(str(tmp_path)) != first
+    assert model_digest(str(tmp_path)) != first
 
 
 def test_the_head_says_what_it_is_and_whether_it_would_take_the_host_in() -> None:

@@ -31,7 +31,7 @@ def ack_before_append() -> Patch:
 
 def no_dedup() -> Patch:
     """Every outcome is accepted, even if another runner has the unit now."""
-    real = batches.outcome
+    real = batches.apply_outcome
 
     def outcome(batch: Any, runner: str, incarnation: int, result: Any, **more: Any) -> Any:
         if batch is None or batch.submission != result.submission or batch.state.ended:
@@ -50,7 +50,7 @@ def no_dedup() -> Patch:
             else:
                 batch.flights[key] = had
 
-    return mock.patch.object(batches, "outcome", outcome)
+    return mock.patch.object(batches, "apply_outcome", outcome)
 
 
 def epoch_not_checked() -> Patch:

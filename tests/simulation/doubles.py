@@ -99,10 +99,10 @@ class SimActor:
             world().kill(self.process)
         return result
 
-    def _report(self, error: BaseException) -> None:
+    def _handle_exception(self, error: BaseException) -> None:
         if self.process.alive:
             world().invariants.raised(self.process, error)
-        super()._report(error)
+        super()._handle_exception(error)
 
 
 class SimGuardian(SimActor, Guardian):

@@ -146,7 +146,7 @@ class _End:
         connection = far.connection
         self.world.later(LATENCY_SECONDS, None, "", lambda: far.take(connection, to, message))
 
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         return {name: self.world.now for name, far in self.world.hosts.items() if far.connection}
 
     def hang_up(self, host: str, epoch: int) -> None:
@@ -212,7 +212,7 @@ def play(
     True.
     """
     world = ManyWorld(plan, clock)
-    patches = {"listening": lambda *_: _End(world), "LeaderLock": _Lock, "PipelineThread": _Pipeline}
+    patches = {"start_head": lambda *_: _End(world), "LeaderLock": _Lock, "PipelineThread": _Pipeline}
     with (
         doubles.installed(), mock.patch.multiple(trinity_es.actors.coordinator.actor, **patches),
         doubles.running(world), world.meter.collector(),

@@ -23,7 +23,7 @@ import numpy as np
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling_checks import with_options
-from trinity_es.actors.plugin_lookup import look_in, resolve
+from trinity_es.actors.plugin_lookup import add_import_folders, resolve
 from trinity_es.actors.runner.adapters import serve_adapters
 from trinity_es.audit.rollout_reader import experiences_of
 from trinity_es.events import vocabulary as ev
@@ -203,7 +203,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
         )
     _turn_spans(rollout)  # raises DataError before the engine starts, which is slow
     if rollout.config.get("code_path"):
-        look_in(rollout.config["code_path"], first=False)  # the engine class may be the user's
+        add_import_folders(rollout.config["code_path"], first=False)  # the engine class may be the user's
     engine: Engine = resolve(config.engine_class, {}, "engine")(engine_config)
 
     async def play() -> list[Turn]:

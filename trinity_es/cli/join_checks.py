@@ -20,8 +20,8 @@ from sqlalchemy import Connection, text
 
 from trinity_es.actors.engines.devices import device_counts
 from trinity_es.actors.hosts.head_client import HeadDialer, NotOurs
-from trinity_es.actors.hosts.host_comparison import digest_of, facts
-from trinity_es.actors.system_key import host_key, key_place, read_key
+from trinity_es.actors.hosts.host_comparison import machine_facts, model_digest
+from trinity_es.actors.system_key import key_source, read_host_key, read_key
 from trinity_es.cli.doctor_findings import Finding, payloads_finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
@@ -118,9 +118,9 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
     shared_file, own_file = key_file, ""
     if config is not None:  # the places where `join` looks
         shared_file, own_file = config.hosts.key_file, running_system.key_file(config)
-    key_source = f"the file {shared_file}" if shared_file else key_place(own_file)
+    source = f"the file {shared_file}" if shared_file else key_source(own_file)
     try:
-        key = host_key(shared_file) if shared_file else read_key(own_file)
+        key = read_host_key(shared_file) if shared_file else read_key(own_file)
     except WrongKey as e:
         yield Finding("key", "missing", e.message, "export TRINITY_ES_KEY as on the head, or name a file with "
                       "--key-file")
@@ -129,7 +129,7 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
     try:
         answer = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: head_place, PATIENCE_SECONDS), hello))
     except NotOurs as e:
-        yield Finding("key", "wrong", f"{head_place} answers, but {e} (this host's key is from {key_source})",
+        yield Finding("key", "wrong", f"{head_place} answers, but {e} (this host's key is from {source})",
                       "use the head's key here; the head's coordinator.log has its side of this attempt")
         return
     except ConnectionRefusedError:
@@ -144,10 +144,10 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
                       "head's config, and the head listens at hosts.listen")
         return
     yield Finding("head", "ok", f"{head_place}, on {answer.facts.get('machine')}")
-    yield Finding("key", "ok", f"the same as the head's (from {key_source})")
+    yield Finding("key", "ok", f"the same as the head's (from {source})")
     with_vllm = config is not None and any(
         m.engine_type == "vllm" for m in (config.explorer.rollout_model, *config.explorer.auxiliary_models))
-    yield from compare_with_head(answer, facts([]), with_vllm=with_vllm)
+    yield from compare_with_head(answer, machine_facts([]), with_vllm=with_vllm)
     if answer.would_refuse and answer.facts.get("build") == VERSION:  # else `compare_with_head` has the reason
         yield Finding("joining", "wrong", answer.would_refuse)
     elif not answer.would_refuse:
@@ -203,7 +203,7 @@ def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: 
 def folder_finding(folder: str, head_digest: str | None) -> Finding:
     """Return how a folder of a model or of weights compares with the head's; `head_digest` is None if it has none."""
     try:
-        own_digest = digest_of(folder)
+        own_digest = model_digest(folder)
     except OSError as e:
         return Finding("model", "wrong", f"{folder} can't be read ({e.strerror})", "let this user read it")
     if own_digest is None:

@@ -14,7 +14,7 @@ from trinity_es.actors.commands.fields import read_fields
 from trinity_es.actors.config.data_sections import FormatConfig
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling_checks import with_options
-from trinity_es.actors.plugin_lookup import look_in
+from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
@@ -25,7 +25,7 @@ __all__ = [
     "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "text", "timeout_seconds", "whole_number",
 ]
 
-_FORMAT_KEYS = frozenset(FormatConfig.of_tasks())
+_FORMAT_KEYS = frozenset(FormatConfig.task_keys())
 _ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
@@ -37,7 +37,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
 
     Raises TaskNotSerializable, UnknownWorkflow, and DataError for impossible sampling, each with the task's number.
     """
-    look_in(config.code_path, first=False)
+    add_import_folders(config.code_path, first=False)
     encoded = []
     tasks = list_of("tasks", tasks, "tasks")
     path_by_workflow: dict[Any, str] = {}

@@ -31,9 +31,9 @@ from trinity_es.actors.guardian.actor import NAME, Guardian
 from trinity_es.actors.guardian.supervision import ENDED
 from trinity_es.actors.messages import Retire
 from trinity_es.actors.requests import Reply, Request, Where, WhereReply, unpack
-from trinity_es.actors.sealed_transport import AuthenticatedSystemBase, listens_at
-from trinity_es.actors.system_end_checks import owner_gone
-from trinity_es.actors.system_key import key_place, read_key
+from trinity_es.actors.sealed_transport import AuthenticatedSystemBase, listening_host
+from trinity_es.actors.system_end_checks import owner_end_reason
+from trinity_es.actors.system_key import key_source, read_key
 from trinity_es.events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from trinity_es.events.processes import process_lives
 from trinity_es.events.store.checks.log_end import Mark, lost_between
@@ -70,7 +70,7 @@ class _Connected(AuthenticatedSystemBase):
 
 def system_gone(admin: dict[str, Any]) -> NotRunning:
     """Return the error for a system that is gone and that no keeper restarts, with the reason if its owner ended."""
-    reason = f" ({why})" if (why := owner_gone(admin.get("owner"))) else ""
+    reason = f" ({why})" if (why := owner_end_reason(admin.get("owner"))) else ""
     return NotRunning(f"the actor system is gone{reason}: `trinity-es up` on the same store goes on with open batches")
 
 
@@ -124,11 +124,11 @@ class _Session:
                 f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
                 "can't talk to: run `trinity-es down`, then `trinity-es up`, which continues open batches")
         key = read_key(admin["key_file"])
-        address = listens_at(admin["pid"], admin["port"])
+        address = listening_host(admin["pid"], admin["port"])
         accepts_key = self._accepts_key(address, key)
         if accepts_key is False:
             self.require_alive()  # an admin that dies now looks as if it refused the key
-            raise WrongKey(f"the key from {key_place(admin['key_file'])} is not the key of the actor system (pid "
+            raise WrongKey(f"the key from {key_source(admin['key_file'])} is not the key of the actor system (pid "
                            f"{admin['pid']}): give the key with which the system was started")
         if accepts_key is None:
             raise NotRunning(
@@ -432,7 +432,8 @@ class Connection:
     def admin_answers(self) -> bool:
         """Return whether the admin of the joined system handles messages, rather than being stopped or hung."""
         admin = self.admin
-        return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
+        host = listening_host(admin["pid"], admin["port"])
+        return knock(host, admin["port"], read_key(admin["key_file"])) is not None
 
     def close(self) -> None:
         """Close the endpoints; the system goes on. Calls in flight end by themselves."""

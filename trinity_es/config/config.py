@@ -34,8 +34,8 @@ from trinity_es.actors.config.config import RunConfig
 from trinity_es.actors.config.data_sections import SCORER, TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.config.section import Section
-from trinity_es.actors.plugin_lookup import lacking, load, look_in, registered, way_out
-from trinity_es.actors.validation_errors import Path_, dotted
+from trinity_es.actors.plugin_lookup import add_import_folders, load, missing_attribute, name_suggestion, registered
+from trinity_es.actors.validation_errors import Path_, dotted_path
 from trinity_es.config.config_problems import config_error, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.parameter_checks import call_problems, reward_problems, workflow_problems
@@ -170,7 +170,7 @@ class Config(RunConfig):
         )
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
-        from trinity_es.actors.coordinator.handlers.experience_queue import PRIORITIES, priority_of
+        from trinity_es.actors.coordinator.handlers.experience_queue import PRIORITIES, build_priority
         from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS, missing_package
 
         problems: list[str] = []
@@ -216,7 +216,7 @@ class Config(RunConfig):
                 *((f"buffer.pipeline.outputs[{i}]", "name", one.name, OUTPUTS,
                    partial(build_outputs, [one.model_dump()], self.run_dir)) for i, one in enumerate(pipeline.outputs)),
                 ("buffer.queue", "priority_fn", queue.priority_fn, PRIORITIES,
-                 partial(priority_of, queue.priority_fn, queue.priority_fn_args)),
+                 partial(build_priority, queue.priority_fn, queue.priority_fn_args)),
             ]
             for key, leaf, name, known, build in built:
                 problems += _import_problems(f"{key}.{leaf}", name, known) or _build_problems(build, key)
@@ -236,7 +236,7 @@ class Config(RunConfig):
     def _importing(self) -> Iterator[None]:
         """Let modules beside the config, and in the working directory, be imported inside; restore `sys.path`."""
         old_path = list(sys.path)
-        look_in(self.code_path, str(Path.cwd()))
+        add_import_folders(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
         try:
             yield
@@ -256,7 +256,7 @@ def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
                 "dataset's split)"]
     if file.is_file() or file.is_dir():
         return []
-    return [f"{key}.path: no file {file}{taskset.other_meaning}"]
+    return [f"{key}.path: no file {file}{taskset.path_hint}"]
 
 
 def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
@@ -266,14 +266,14 @@ def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {
         return []
     if ":" not in name:
         names = ", ".join(sorted(known)) or "none"
-        return [f"{key}: there is no {name!r} (known: {names}){way_out(name, known)}"]
+        return [f"{key}: there is no {name!r} (known: {names}){name_suggestion(name, known)}"]
     module = name.partition(":")[0]
     try:
         load(module)
     except (Exception, SystemExit) as e:  # a user's module may raise anything at its top level
         return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
                 "config file's folder (or code_path), in the working directory, or be installed"]
-    missing = lacking(name)
+    missing = missing_attribute(name)
     return [f"{key}: {name}: {missing}"] if missing else []
 
 
@@ -315,7 +315,7 @@ def _validate(
     """Return the config; `origin_of` and `as_text` are those of `explain`. Raises ConfigError."""
     plain, problems, texts = resolved(data)
     unresolved = {
-        path: f"{origin_of(path)}: {dotted(path)} {problem}; or give the value with --set {dotted(path)}=..."
+        path: f"{origin_of(path)}: {dotted_path(path)} {problem}; or give the value with --set {dotted_path(path)}=..."
         for path, problem in problems.items()
     }
     for may_convert in (True, False):

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from trinity_es.actors.validation_errors import Path_, dotted, error_path, quoted, sentence, written
+from trinity_es.actors.validation_errors import Path_, dotted_path, error_path, error_sentence, quote_value, try_format
 from trinity_es.events.errors import ConfigError, TrinityError
 from trinity_es.events.event_docs import documented_fields
 
@@ -54,10 +54,10 @@ def explain(
             unexpanded_lines = {p: line for p, line in unexpanded_lines.items() if p[: len(path)] != path}
             for key_path in dict.fromkeys(_foreign_paths(path, error["input"], hints)) or [path]:
                 key_hint = _key_hint(key_path, known_keys, hints)
-                problems.append(f"{origin_of(key_path)}: unknown key {dotted(key_path)}{key_hint}")
+                problems.append(f"{origin_of(key_path)}: unknown key {dotted_path(key_path)}{key_hint}")
         elif path not in unexpanded:
-            hint = foreign_values.get((dotted(path, any_index=True), written(error["input"], str)))
-            problem = sentence(error, "the config", *as_text(path))
+            hint = foreign_values.get((dotted_path(path, any_index=True), try_format(error["input"], str)))
+            problem = error_sentence(error, "the config", *as_text(path))
             problems.append(f"{origin_of(path)}: {problem}" + (f"; {hint}" if hint else ""))
     return config_error([*unexpanded_lines.values(), *problems])
 
@@ -73,7 +73,7 @@ def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterato
     for key, inner_value in items:
         has_keys = True
         yield from _foreign_paths((*path, key), inner_value, hints)
-    while not has_keys and path and dotted(path, any_index=True) not in hints:
+    while not has_keys and path and dotted_path(path, any_index=True) not in hints:
         path = path[:-1]
     if not has_keys and path:
         yield path
@@ -81,7 +81,7 @@ def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterato
 
 def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> str:
     """Return what to write instead of an unknown key: its hint, or the nearest known key."""
-    key = dotted(path, any_index=True)
+    key = dotted_path(path, any_index=True)
     if key in hints:
         return f"; {hints[key]}"
     parent, _, leaf = key.rpartition(".")
@@ -89,7 +89,7 @@ def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> s
     siblings = [k.removeprefix(prefix).partition(".")[0].removesuffix("[]") for k in known_keys if k.startswith(prefix)]
     elsewhere = [k for k in known_keys if k.rpartition(".")[2] == leaf]
     if near := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7):
-        return f"; did you mean {dotted((*path[:-1], near[0]))}?"
+        return f"; did you mean {dotted_path((*path[:-1], near[0]))}?"
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
     nearest = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.0)
@@ -170,4 +170,4 @@ def _default_text(info: FieldInfo) -> str:
         return "not set"
     if isinstance(value, list):
         return "[" + ", ".join(str(getattr(v, "name", v)) for v in value) + "]"
-    return quoted(value) if isinstance(value, bool) else str(value)
+    return quote_value(value) if isinstance(value, bool) else str(value)

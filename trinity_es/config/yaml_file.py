@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trinity_es.actors.validation_errors import Path_, dotted, quoted
+from trinity_es.actors.validation_errors import Path_, dotted_path, quote_value
 from trinity_es.events.errors import ConfigError
 
 __all__ = ["apply_overrides", "read_yaml"]
@@ -92,7 +92,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]
     if data is None:
         return {}, {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys, such as `name: run`, not {quoted(data)}", file=str(path))
+        raise ConfigError(f"{path}: must be a mapping of keys, such as `name: run`, not {quote_value(data)}",
+                          file=str(path))
     return data, dict(_lines(node, ()))
 
 
@@ -160,19 +161,19 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
         try:
             value, _ = _parse(text)
         except yaml.YAMLError as e:
-            raise ConfigError(f"{name}: {quoted(text)} is not usable YAML ({getattr(e, 'problem', e)})") from e
+            raise ConfigError(f"{name}: {quote_value(text)} is not usable YAML ({getattr(e, 'problem', e)})") from e
         parent: Any = data
         path: Path_ = ()
         for i, piece in enumerate(pieces):
             key_or_index: str | int = piece
             if isinstance(parent, list):
                 if not piece.isdecimal() or int(piece) >= len(parent):
-                    raise ConfigError(f"{name}: {dotted(path)} is a list of {len(parent)}; write an index "
+                    raise ConfigError(f"{name}: {dotted_path(path)} is a list of {len(parent)}; write an index "
                                       f"below {len(parent)} instead of {piece!r}")
                 key_or_index = int(piece)
             elif not isinstance(parent, dict):
-                raise ConfigError(f"{name}: {dotted(path)} is {quoted(parent)}, not a section, so it can't have the "
-                                  f"key {piece!r}")
+                raise ConfigError(f"{name}: {dotted_path(path)} is {quote_value(parent)}, not a section, so it can't "
+                                  f"have the key {piece!r}")
             path = (*path, key_or_index)
             if i == len(pieces) - 1:
                 parent[key_or_index] = value

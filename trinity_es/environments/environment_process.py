@@ -24,7 +24,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.server_addresses import past_proxies
+from trinity_es.actors.server_addresses import no_proxy_variables
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.environments.installs import Installed, uv
 from trinity_es.events.errors import DataError, EnvironmentFailed
@@ -174,7 +174,7 @@ def environment_variables(python: Path) -> dict[str, str]:
     if uv_path := uv():  # verifiers starts programs with it
         folders.append(str(Path(uv_path).parent))
     path = os.pathsep.join(folders)
-    return {**variables, **past_proxies(variables), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    return {**variables, **no_proxy_variables(variables), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
 
 
 # --- the servers of a loop --------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
 from trinity_es.actors.messages import HostLeaves
-from trinity_es.actors.system_key import KEY_VARIABLE, host_key
+from trinity_es.actors.system_key import KEY_VARIABLE, read_host_key
 from trinity_es.client.connection import Connection, system_gone
 from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
@@ -239,7 +239,8 @@ class HostRun:
         folder = self._log_dir / "models"
         if config.hosts.weights_dir:  # other hosts and machines may have theirs there too
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
-        key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
+        key_path = config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config))
+        key = partial(read_host_key, key_path)
         puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
         return asyncio.run(self._unless_left(puller.pull(name, None, lambda text: None)))
 

@@ -104,7 +104,7 @@ class RunProcess:
         if self._unfinished is None:
             self.unrecorded = []
             # Opening a taskset checks its rows against the parameters of their rewards, whose code may be there.
-            plugin_lookup.look_in(self.config.code_path, first=False)
+            plugin_lookup.add_import_folders(self.config.code_path, first=False)
             try:
                 for role in self.roles:
                     self._locks.append(RunLock(self.config, role))
@@ -290,7 +290,7 @@ class RunProcess:
 
     def _load_trainer(self) -> Trainer:
         """Return the trainer at the run's current weights, which may take training steps after its checkpoint."""
-        plugin_lookup.look_in(self.config.code_path)
+        plugin_lookup.add_import_folders(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint

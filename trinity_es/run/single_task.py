@@ -23,10 +23,10 @@ from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.devices import device_environment
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.plugin_lookup import look_in, resolve
+from trinity_es.actors.plugin_lookup import add_import_folders, resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
-from trinity_es.actors.server_addresses import past_proxies
+from trinity_es.actors.server_addresses import no_proxy_variables
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.client.argument_checks import encode_tasks
 from trinity_es.config.config import Config
@@ -95,7 +95,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     Raises the errors of the engine's start, UnknownWorkflow and ConfigError.
     """
     config.check()
-    look_in(config.code_path)
+    add_import_folders(config.code_path)
     [encoded] = encode_tasks([task], config)
     task.workflow = encoded["workflow"]  # as a runner gets it
     explorer, run_count = config.explorer, runs or task.repeat_times or 1
@@ -103,7 +103,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     server: EngineServer | None = None
     first_device, models = 0, [explorer.rollout_model, *explorer.auxiliary_models]
     device_count = sum(model.tensor_parallel_size for model in models)
-    os.environ.update(past_proxies(os.environ))  # as in a run
+    os.environ.update(no_proxy_variables(os.environ))  # as in a run
     try:
         for model in models:
             engines.append(resolve(model.engine_class, {}, "engine")(_settings(model)))

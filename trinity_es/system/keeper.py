@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.frames import knock
-from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, short_lives
-from trinity_es.actors.system_end_checks import owner_gone
+from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, count_short_lives
+from trinity_es.actors.system_end_checks import owner_end_reason
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.processes import process_lives, process_start_time
@@ -69,7 +69,7 @@ def _wait_for_end(system: Mapping[str, Any], remember: Callable[[], None]) -> st
             if select.select([handle], [], [], min(KNOCK_SECONDS, limit / 4))[0]:
                 return gone
             remember()
-            if reason := owner_gone(admin.get("owner")):
+            if reason := owner_end_reason(admin.get("owner")):
                 return reason
             answers = {name: _is_answering(system["key_file"], addresses[name]) for name in pids}
             now = time.monotonic()
@@ -110,7 +110,7 @@ def _keep(config: Mapping[str, Any], system: dict[str, Any], keeper: Mapping[str
 
     while True:
         cause = _wait_for_end(system, remember)
-        short_life_count = short_lives(policy, short_life_count, time.monotonic() - born_at)
+        short_life_count = count_short_lives(policy, short_life_count, time.monotonic() - born_at)
         request = {
             "config": config, "admin": system["admin"], "keeper": keeper, "cause": cause,
             "claims": [claim_to_dict(claim) for claim in claims],

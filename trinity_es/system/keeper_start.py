@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_es.actors.sealed_transport import listening
-from trinity_es.actors.system_end_checks import owner_gone, store_gone
+from trinity_es.actors.sealed_transport import listening_addresses
+from trinity_es.actors.system_end_checks import owner_end_reason, store_loss_reason
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.processes import end_with_parent, process_lives
@@ -36,7 +36,7 @@ _log = logging.getLogger("trinity_es.system.keeper")
 def _watched(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
     """Return what the keeper needs to know of a running system."""
     return {
-        "admin": admin, "addresses": {name: listening(admin[key]) for name, key in _PROCESSES.items()},
+        "admin": admin, "addresses": {name: listening_addresses(admin[key]) for name, key in _PROCESSES.items()},
         "key_file": running_system.key_file(config), "heartbeat_timeout": config.system.heartbeat_timeout,
         "memory": str(remembered_log_end.memory(config).path),
     }
@@ -76,7 +76,7 @@ def _again(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
     """Return why no system is needed on this store any more: its owner or its store is gone; "" if one is needed."""
-    return owner_gone(admin.get("owner")) or store_gone(config.store.url)
+    return owner_end_reason(admin.get("owner")) or store_loss_reason(config.store.url)
 
 
 def _end(admin: dict[str, Any]) -> None:

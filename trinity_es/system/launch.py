@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import text as sql
 
 from trinity_es.actors.config.config import HostIdentity, LaunchedConfig
-from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, host_key, make_key, read_key
+from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, make_key, read_host_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import AlreadyRunning, ConfigError, StartupError
@@ -80,7 +80,7 @@ def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
     make_private_folder(log_dir)
     leftovers.end_leftovers(config)
     if config.hosts.key_file or not os.environ.get(KEY_VARIABLE):
-        host_key(config.hosts.key_file or running_system.key_file(config))
+        read_host_key(config.hosts.key_file or running_system.key_file(config))
     make_key(running_system.key_file(config))
     read_key(running_system.key_file(config))
     with EventLog.open(config.store.url, read_only=True) as log:
@@ -118,7 +118,7 @@ def launch(
     if config.hosts.address:
         _require_no_other_head(config)
         if config.hosts.key_file:
-            host_key(config.hosts.key_file)
+            read_host_key(config.hosts.key_file)
     leftovers.end_leftovers(config)
     make_key(running_system.key_file(config))
     read_key(running_system.key_file(config))  # raises for a bad key here, not in the launcher's traceback

@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from trinity_es.actors.system_end_checks import printing_to
+from trinity_es.actors.system_end_checks import processes_printing_to
 from trinity_es.config.config import Config
 from trinity_es.system import running_system
 
@@ -25,7 +25,7 @@ def leftovers(config: Config) -> list[psutil.Process]:
     """Return this user's processes of any start of this store's system, except this one and its parents. Linux only."""
     own_pids = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     processes = []
-    for pid in printing_to(str(running_system.output_file(config).resolve())):
+    for pid in processes_printing_to(str(running_system.output_file(config).resolve())):
         if pid not in own_pids:
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes.append(psutil.Process(pid))

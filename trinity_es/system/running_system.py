@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from trinity_es.actors.system_end_checks import owner_gone
+from trinity_es.actors.system_end_checks import owner_end_reason
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, LogUnavailable, NotRunning
 from trinity_es.events.processes import process_lives
@@ -128,7 +128,7 @@ def find_head(config: Config) -> dict[str, Any] | None:
 
 def _is_running(admin: dict[str, Any]) -> bool:
     """Return whether this admin lives and so does its owner, with which it would end."""
-    return process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner"))
+    return process_lives(admin["pid"], admin["started"]) and not owner_end_reason(admin.get("owner"))
 
 
 def joined_file(url: str, name: str) -> Path:
@@ -194,7 +194,7 @@ def stopped(config: Config) -> dict[str, Any]:
     keeper_pid, end_reason = keeper(config), ""
     admin = last_known(config) or _read_admin(system_file(config))  # a system that ends gives the lease back
     if admin is not None and (keeper_pid is not None or process_lives(admin["pid"], admin["started"])):
-        end_reason = owner_gone(admin.get("owner"))
+        end_reason = owner_end_reason(admin.get("owner"))
     return {"kept": None if end_reason else keeper_pid, "ends": end_reason}
 
 

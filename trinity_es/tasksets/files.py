@@ -68,7 +68,7 @@ def open_file(config: TasksetConfig) -> RowFile:
         else:
             rows = _Lines(config, file)
     except OSError as e:
-        hint = config.other_meaning if isinstance(e, FileNotFoundError) else ""
+        hint = config.path_hint if isinstance(e, FileNotFoundError) else ""
         raise TasksetError(
             f"taskset {config.name}: {file} can't be read ({e.strerror or e}){hint}", file=str(file)
         ) from e

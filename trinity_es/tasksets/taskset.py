@@ -98,7 +98,7 @@ class Taskset:
             index["taskset_id"] = self.number
         return Task(
             workflow=_row_name(sample, config.format.workflow_key) or config.workflow,
-            repeat_times=config.repeat_times, format_args=config.format.for_task(),
+            repeat_times=config.repeat_times, format_args=config.format.task_format_args(),
             rollout_args=dict(config.rollout_args), workflow_args=dict(config.workflow_args),
             reward_fn=_row_name(sample, config.format.reward_fn_key) or config.reward_fn,
             reward_fn_args=dict(config.reward_fn_args), is_eval=self.is_eval, raw_task=sample, index=index,

@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.plugin_lookup import build, find, look_in, registered
+from trinity_es.actors.plugin_lookup import add_import_folders, build, find, registered
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
@@ -59,7 +59,7 @@ class Monitors:
         Raises ConfigError for an unknown name, a missing package or wrong arguments.
         """
         settings = config.monitor
-        look_in(config.code_path, first=False)
+        add_import_folders(config.code_path, first=False)
         self._monitors: dict[str, Monitor] = {}
         unknown = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
         if unknown:

@@ -1,4 +1,4 @@
-"""Decisions about publications of LoRA adapters and results of loads. Pure."""
+"""Decisions about publishing LoRA adapters and about the results of loading them. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trinity_es.events.errors import SyncError
 from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["excess", "excused", "has_all", "lacks", "load_result", "publish", "remove"]
+__all__ = ["apply_load_result", "excess_error", "excused_adapters", "has_all", "missing_error", "publish", "remove"]
 
 
 def publish(
     adapters: Adapters, new: ev.AdapterPublished, room: int, models: Collection[str] = ()
 ) -> list[ev.Event]:
-    """Decide on a publication; of the same version and files, only a new path is recorded.
+    """Return the event that publishes a version of an adapter; none if it is published already with the same path.
 
     `room` is the number of adapters that engines can hold. Raises SyncError for a name in `models`, for an older
-    version, for a version published with other files, and for one adapter too many.
+    version, for a version published with other files, and if there would be more than `room` adapters.
     """
     if room == 0:
         raise SyncError(
@@ -35,7 +35,8 @@ def publish(
     current = current_adapters(adapters)
     if latest is not None and new.version < latest.version:
         raise SyncError(
-            f"version {new.version} of adapter {new.adapter!r} is older than the current one, {latest.version}"
+            f"version {new.version} of adapter {new.adapter!r} is older than the current one, {latest.version}: "
+            "publish a higher version"
         )
     if latest is not None and new.version == latest.version:
         if latest == new:
@@ -52,7 +53,7 @@ def publish(
 
 
 def remove(adapters: Adapters, name: str) -> list[ev.Event]:
-    """Decide to remove an adapter; nothing if it is removed already. Raises SyncError for an unknown one."""
+    """Return the event that removes an adapter; none if it is removed already. Raises SyncError for an unknown one."""
     latest = adapters.get(name)
     if latest is None:
         names = ", ".join(current_adapters(adapters)) or "none"
@@ -60,8 +61,8 @@ def remove(adapters: Adapters, name: str) -> list[ev.Event]:
     return [] if isinstance(latest, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=latest.version)]
 
 
-def excess(adapters: Adapters, room: int) -> str:
-    """Return why engines with room for `room` adapters can't serve these; empty if they can, or if `room` is 0."""
+def excess_error(adapters: Adapters, room: int) -> str:
+    """Return the error if there are more than `room` current adapters; "" if there are not, or if `room` is 0."""
     current = current_adapters(adapters)
     if room == 0 or len(current) <= room:
         return ""
@@ -72,33 +73,34 @@ def excess(adapters: Adapters, room: int) -> str:
 
 
 def has_all(adapters: Adapters, of_engine: Collection[str]) -> bool:
-    """Return True if an engine with the adapters `of_engine` serves some version of every current adapter."""
+    """Return True if `of_engine`, the adapters of an engine, include every current adapter, in any version."""
     return current_adapters(adapters).keys() <= set(of_engine)
 
 
-def lacks(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
-    """Return why an engine with the adapters `of_engine` and room for `room` can't serve yet; empty if it can."""
+def missing_error(adapters: Adapters, of_engine: Collection[str], room: int) -> str:
+    """Return which current adapters an engine lacks, as a reason why it can't serve yet; "" if it lacks none.
+    `of_engine` are the adapters that it has, `room` is the number that it can hold."""
     missing = sorted(current_adapters(adapters).keys() - set(of_engine)) if room else []
     if not missing:
         return ""
     names = f"{'adapter' if len(missing) == 1 else 'adapters'} {', '.join(missing)}"
-    return excess(adapters, room) or f"it has not loaded {names} yet, and tries again"
+    return excess_error(adapters, room) or f"it has not loaded {names} yet, and tries again"
 
 
-def excused(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str]:
-    """Return the adapters that this runner could not load, except those that some engine loaded (`loaded_once`). A new
-    runner may serve without these, since no engine answers requests for them."""
+def excused_adapters(result: AdaptersLoadResult, loaded_once: Collection[str]) -> set[str]:
+    """Return the adapters that a runner failed to load and that no engine ever loaded (`loaded_once`). A new runner may
+    serve without them, since no engine answers requests for them."""
     return {adapter for adapter, _, _ in result.errors} - set(loaded_once)
 
 
-def load_result(
+def apply_load_result(
     life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded_once: Collection[str], *, had_all: bool
 ) -> list[ev.Event]:
-    """Return the events that record the result of a load order.
+    """Return the events that record a runner's result of an order to load adapters.
 
-    `loaded_once` are adapters that some engine has had; `had_all` means that this life served every adapter before.
     A runner that could not load a version goes on with its old one. A new runner that lacks an adapter fails, since it
-    would refuse requests that others answer. It does not fail for an adapter that no engine ever loaded.
+    would refuse requests that others answer. It does not fail for an adapter that no engine ever loaded (`loaded_once`
+    are the others). `had_all` means that this process has served every adapter before.
     """
     name, incarnation = life.name, life.incarnation
     events: list[ev.Event] = [
@@ -109,7 +111,7 @@ def load_result(
         ev.AdapterFailed(runner=name, incarnation=incarnation, adapter=adapter, version=version, error=error)
         for adapter, version, error in result.errors
     ]
-    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded_once)
+    missing = current_adapters(adapters).keys() - result.adapters.keys() - excused_adapters(result, loaded_once)
     fatal_errors = [error for error in result.errors if error[0] in missing]
     if fatal_errors and not had_all:
         failures = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in fatal_errors)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
-from trinity_es.actors.message_sizes import shortened
+from trinity_es.actors.message_sizes import shorten_error
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
@@ -26,18 +26,18 @@ from trinity_es.projections.batch import BatchState, Flight, batch_result
 from trinity_es.projections.host_states import host_of
 
 __all__ = [
-    "Capacity", "abort", "add", "dispatch", "finalize_failed", "finalized", "groups_missing", "outcome", "recovery",
-    "reopen", "require_batch", "require_runs", "runner_lost", "start_finalizing", "submit",
+    "Capacity", "abort", "add", "apply_outcome", "decide_recovery", "dispatch", "end_finalizing", "fail_finalizing",
+    "lose_runner", "reopen", "report_missing_groups", "require_batch", "require_runs", "start_finalizing", "submit",
 ]
 
 SLACK_PLACES = 0.25
-"""Share of a runner's places by which it may be fuller than the least loaded runner and still get a task's units."""
+"""A task's next units stay with its runner if that is at most this share of its places fuller than the least loaded."""
 MOST_SERVERS_LOST = 10
-"""Attempt from which on a unit is blamed when an external server ends while serving it."""
+"""From this attempt on, a unit is blamed if an external server ends while it serves the unit."""
 MOST_HOSTS_LACK = 10
-"""Attempt from which on a unit is blamed when a host lacks something that it needs; other hosts may have it."""
+"""From this attempt on, a unit is blamed if a host lacks something that the unit needs. Other hosts may have it."""
 RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
-"""Kinds of failure that another attempt may mend; `data` fails the same way every time."""
+"""Kinds of failure after which another attempt may succeed. A `data` error fails the same way every time."""
 
 
 def submit(
@@ -45,16 +45,14 @@ def submit(
     tasks: list[dict[str, Any]] | None, tasks_digest: str | None, min_wait_num: int | None, max_attempts: int,
     runs_per_unit: int | None, detailed_stats: bool, submission: str, continues: Sequence[ev.ContinuedTask] = (),
 ) -> list[ev.Event]:
-    """Submit a batch; the same submission again changes nothing.
-
-    Raises BatchAlreadyActive (a ValueError) for an active id, DataError.
-    """
+    """Return the event that begins a batch. A repeated `submission` gives no event. Raises BatchAlreadyActive (a
+    ValueError) for an active id, DataError."""
     require_batch_id(batch_id)
     if existing is not None and existing.submission == submission:
         return []
     if existing is not None and not existing.state.ended:
         raise BatchAlreadyActive(
-            f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before its id is used again"
+            f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before you use its id again"
         )
     require_runs(batch_id, repeat_times)
     if min_wait_num is not None and min_wait_num < 0:
@@ -73,22 +71,24 @@ def dispatch(
     batches: Iterable[BatchState], runners: Room | Iterable[Capacity], timeout: float = 0.0,
     must_wait: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
 ) -> list[tuple[BatchState, ev.TasksDispatched]]:
-    """Give waiting units to runners with room: the lowest batch first, its units in order, to the least loaded runner.
+    """Return the events that give waiting units to runners, each with its batch.
 
-    A unit that failed on a runner goes to another one if there is one. Units of one task stay with the runner that had
-    one before, whose engine has cached their prompt, while it has a place and is not much fuller than the least loaded
-    one (`SLACK_PLACES`). If few units wait, runners get few or none beyond their places, since places elsewhere would
-    stay idle. `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. A lost unit waits while
+    The lowest batch id comes first, and each unit goes to the least loaded runner, with two exceptions. A unit that
+    failed on a runner goes to another one if there is one. Units of one task stay with one runner, whose engine has
+    cached their prompt, while it has a free place and is not much fuller than the least loaded one (`SLACK_PLACES`).
+    If few units wait, runners get few beyond their places, since places elsewhere would stay idle.
+
+    `timeout` is the seconds that an attempt may take; 0 means explorer.max_timeout. A lost unit waits while
     `must_wait` returns True for it. The function changes `load` of the capacities. Its cost depends only on the number
     of dispatched units.
     """
     room = runners if isinstance(runners, Room) else Room(runners)
     waiting_batches = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
-    room.expect(sum(len(b.pending) for b in waiting_batches))
+    room.set_waiting_count(sum(len(b.pending) for b in waiting_batches))
     dispatches: list[tuple[BatchState, ev.TasksDispatched]] = []
     for batch in sorted(waiting_batches, key=lambda b: sort_batch_id(b.batch_id)):
         units_by_runner: dict[str, tuple[Capacity, list[ev.Unit]]] = {}
-        homes: dict[int, str] = {}
+        runner_by_task: dict[int, str] = {}
         for key, unit in batch.pending.items():
             if room.least_loaded() is None:
                 break
@@ -101,11 +101,12 @@ def dispatch(
             if least_loaded is None:
                 continue  # only the runner it failed on has room: wait for room on another one
             runner = least_loaded
-            home = room.find(homes.get(unit.task) or batch.homes.get(unit.task, ""))
-            if home is not None and home.name != avoid and _prefers_home(home, least_loaded):
-                runner = home
+            task_runner = room.find(runner_by_task.get(unit.task) or batch.homes.get(unit.task, ""))
+            if (task_runner is not None and task_runner.name != avoid
+                    and _prefers_task_runner(task_runner, least_loaded)):
+                runner = task_runner
             if unit.runs < batch.tasks[unit.task].total_runs:
-                homes[unit.task] = runner.name
+                runner_by_task[unit.task] = runner.name
             room.add_unit(runner)
             units_by_runner.setdefault(runner.name, (runner, []))[1].append(unit)
         for runner, units in units_by_runner.values():
@@ -117,16 +118,16 @@ def dispatch(
     return dispatches
 
 
-def _prefers_home(home: Capacity, least_loaded: Capacity) -> bool:
-    """Return True if a unit should go to the runner that had its task's other units, not to the least loaded one."""
-    waits_only_at_home = home.load >= home.places and least_loaded.load < least_loaded.places
-    return home.share <= least_loaded.share + SLACK_PLACES and not waits_only_at_home
+def _prefers_task_runner(task_runner: Capacity, least_loaded: Capacity) -> bool:
+    """Return True if a unit should go to the runner that had other units of its task, not to the least loaded one."""
+    waits_only_there = task_runner.load >= task_runner.places and least_loaded.load < least_loaded.places
+    return task_runner.share <= least_loaded.share + SLACK_PLACES and not waits_only_there
 
 
-def outcome(
+def apply_outcome(
     batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, on_servers: bool = False
 ) -> list[ev.Event]:
-    """Record the result of a unit; a settled unit, or one that is no longer this runner's, changes nothing.
+    """Return the events that record a unit's outcome; none if the unit is settled or another runner has it now.
     `on_servers` means that engines are external servers, whose failures are not blamed on units."""
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
@@ -148,13 +149,13 @@ def outcome(
     failures_by_kind: dict[FailureKind, list[tuple[int, str]]] = {}
     for run, kind, message in result.failures:
         failures_by_kind.setdefault(kind, []).append((run, message))
-    goes_elsewhere = result.lacks and host_of(runner) != "" and unit.attempt < MOST_HOSTS_LACK  # its host lacks a part
+    goes_elsewhere = result.lacks and host_of(runner) != "" and unit.attempt < MOST_HOSTS_LACK
     for kind, failures in failures_by_kind.items():
         blamed = not goes_elsewhere and (kind != "infra" or _is_blamed_for_end(unit, on_servers))
         events.append(ev.AttemptFailed(
             task=unit.task, run_id_base=unit.run_id_base, failed_runs=[run for run, _ in failures],
             attempt=unit.attempt, runner=runner, incarnation=incarnation, kind="infra" if goes_elsewhere else kind,
-            message=shortened(failures[0][1]),
+            message=shorten_error(failures[0][1]),
             retry=goes_elsewhere or (kind in RETRIED and (not blamed or _has_attempts_left(batch, unit))),
             seconds=result.seconds, blamed=blamed,
         ))
@@ -167,20 +168,20 @@ def _has_attempts_left(batch: BatchState, unit: ev.Unit) -> bool:
 
 
 def _is_blamed_for_end(unit: ev.Unit, on_servers: bool) -> bool:
-    """Return True if a unit is blamed when the engine that serves it ends. An external server ends for reasons of its
-    own, so there a unit is blamed only after many such attempts."""
+    """Return True if a unit is blamed when its engine ends. External servers end for reasons of their own, so there a
+    unit is blamed only after many such attempts."""
     return not on_servers or unit.attempt >= MOST_SERVERS_LOST
 
 
-def runner_lost(
+def lose_runner(
     batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, on_servers: bool = False,
     keys: Iterable[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """Record the loss of a runner: its units of this batch are attempted again, or fail after their last attempt.
+    """Return the events that a lost runner's attempts at units of this batch failed.
 
-    All its units are blamed, since any of them may have ended it. None is blamed if the whole system ended (pass
-    `blamed=False`), or at first if engines are external servers (`on_servers`). `keys` (task, first run) are the units
-    among which its own are, if the caller knows them.
+    The units are attempted again, or fail after their last attempt. All are blamed, since each may have ended the
+    runner. None is blamed if the whole system ended (pass `blamed=False`), or at first if engines are external servers
+    (`on_servers`). To save time, `keys` (task, first run) limits the units that are checked.
     """
     flights = list(batch.flights.values()) if keys is None else [batch.flights[key] for key in keys]
     return [
@@ -191,25 +192,25 @@ def runner_lost(
 
 
 def _lost_attempt(batch: BatchState, flight: Flight, reason: str, *, blamed: bool) -> ev.AttemptFailed:
-    """Return the event of an attempt that was lost with its runner."""
+    """Return the event that an attempt failed because its runner was lost."""
     unit = flight.unit
     return ev.AttemptFailed(
         task=unit.task, run_id_base=unit.run_id_base,
         failed_runs=list(range(unit.run_id_base, unit.run_id_base + unit.runs)), attempt=unit.attempt,
-        runner=flight.runner, incarnation=flight.incarnation, kind="runner_lost", message=shortened(reason),
+        runner=flight.runner, incarnation=flight.incarnation, kind="runner_lost", message=shorten_error(reason),
         retry=not blamed or _has_attempts_left(batch, unit), blamed=blamed,
     )
 
 
-def recovery(
+def decide_recovery(
     batch: BatchState, alive: Mapping[str, int], *, version: int, max_staleness: int | None = None
 ) -> list[ev.Event]:
-    """Decide on a batch that a new coordinator found open, and record each choice with its reason.
+    """Return the events of a new coordinator's decision on an open batch, with its reason.
 
-    `alive` has the incarnation of each living runner, `version` is the current weights. A batch whose pipeline ended
-    goes through it again. A batch is aborted if its completed runs, or those that living runners make, have tokens of
-    weights more than `max_staleness` versions old. Any other batch goes on, and units whose runner is gone are
-    attempted again.
+    If the pipeline of a batch was interrupted, it runs again. A train batch is aborted if its completed or running runs
+    have tokens of weights more than `max_staleness` versions old. Any other batch goes on, and units whose runner is
+    gone are attempted again. `alive` has the incarnation of each living runner, `version` is that of the current
+    weights.
     """
     if batch.state is BatchLifecycleState.FINALIZING:
         reason = "it was in the pipeline when its coordinator ended; nothing of it was delivered"
@@ -233,7 +234,7 @@ def recovery(
     events: list[ev.Event] = [ev.RecoveryDecided(decision="resume", reason=reason)]
     reason = "its process did not outlive the actor system"
     for name, incarnation in sorted(lost_lives):
-        failures = runner_lost(batch, name, incarnation, reason, blamed=False)
+        failures = lose_runner(batch, name, incarnation, reason, blamed=False)
         units = [f.unit for f in batch.flights.values() if (f.runner, f.incarnation) == (name, incarnation)]
         redo_reason = f"{name} #{incarnation} had them: {reason}"
         events += [ev.RecoveryDecided(decision="redo", reason=redo_reason, units=units), *failures]
@@ -243,10 +244,8 @@ def recovery(
 def require_batch(
     batch: BatchState | None, batch_id: BatchId, batch_type: BatchType, advice: str = ""
 ) -> BatchState:
-    """Return the batch. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
-
-    `advice`: what to do with a batch of another type; default: finalize it by its own call.
-    """
+    """Return the batch if it exists and has this type. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
+    `advice` ends the error about a batch of another type. By default it names the call that finalizes that type."""
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit it with submit_batch first")
     if batch.batch_type != batch_type:
@@ -257,7 +256,7 @@ def require_batch(
 
 
 def _open_tasks(batch: BatchState) -> list[int]:
-    """Return the tasks that are neither settled nor dropped, even by a failed finalize."""
+    """Return the tasks that are neither settled nor dropped."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 
@@ -265,7 +264,7 @@ def add(
     batch: BatchState, *, repeat_times: list[int], tasks: list[dict[str, Any]] | None, tasks_digest: str | None,
     runs_per_unit: int | None, request: str,
 ) -> list[ev.Event]:
-    """Add tasks to an open batch; the same request again changes nothing. Raises DataError."""
+    """Return the event that adds tasks to an open batch. A repeated `request` gives no event. Raises DataError."""
     if request in batch.additions:
         return []
     if batch.state is not BatchLifecycleState.RUNNING:
@@ -285,7 +284,7 @@ def require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
 def start_finalizing(
     batch: BatchState, *, return_partial: bool = False, groups: int = 0, cut: bool = False
 ) -> list[ev.Event]:
-    """Begin to finalize a batch and drop its open tasks; a train batch goes through the pipeline, an eval ends.
+    """Return the events that drop a batch's open tasks, and begin to finalize a train batch or end an eval.
 
     With `return_partial` the finished runs of dropped tasks go through the pipeline too; with `cut` the dropped tasks
     of a train batch can go on in a later one. `groups`: as in BatchFinalizing.
@@ -303,32 +302,32 @@ def start_finalizing(
     return [*events, ev.BatchFinalizing(groups=groups)]
 
 
-def finalized(
+def end_finalizing(
     batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
     dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """Finalize a batch with the result of its pipeline; the arguments are its fields in BatchFinalized."""
+    """Return the event that ends a batch with its pipeline's result. The arguments are fields of BatchFinalized."""
     return [ev.BatchFinalized(
         result=batch_result(batch, metrics), pipeline_metrics=metrics, experiences=experiences, selected=selected,
         dropped=dropped, dropped_by=dropped_by or {}, model_versions=model_versions or [],
     )]
 
 
-def groups_missing(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
-    """Record that the pipeline left only `usable` tasks, which is too few. `lost_counts` has the number of tasks whose
-    experiences it dropped, by cause; failed tasks are added to it."""
+def report_missing_groups(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
+    """Return the event that the pipeline left only `usable` tasks, which is too few. `lost_counts` has, by cause, the
+    number of tasks whose experiences it dropped; the event adds the failed tasks."""
     failed = sum(not batch.tasks[number].payloads for number in batch.ready_tasks())
     causes = {**lost_counts, "failed": failed} if failed else dict(lost_counts)
     return ev.GroupsMissing(usable=usable, missing=batch.groups - usable, lost=causes)
 
 
-def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
-    """Record that the pipeline failed; the batch is RUNNING again, with all its results."""
-    return [ev.FinalizeFailed(error=shortened(error))]
+def fail_finalizing(batch: BatchState, error: str) -> list[ev.Event]:
+    """Return the event that the pipeline failed. It makes the batch RUNNING again, with all its results."""
+    return [ev.FinalizeFailed(error=shorten_error(error))]
 
 
 def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:
-    """Abort a batch, with the result so far; an unknown or ended batch changes nothing."""
+    """Return the events that abort a batch with its result so far; none for an unknown or ended batch."""
     if batch is None or batch.state.ended:
         return []
     open_tasks = _open_tasks(batch)
@@ -345,10 +344,10 @@ def reopen(
     batch: BatchState | None, batch_id: BatchId, tasks: Sequence[int], *, reason: str, request: str,
     runs_per_unit: int | None,
 ) -> list[ev.Event]:
-    """Let ended tasks of an open batch run again: all runs, with as many attempts as any other task.
+    """Return the events that run ended tasks of an open batch again: all their runs, with the usual number of attempts.
 
-    An ended batch stays as it is, since its result was given out. The same request again changes nothing.
-    Raises BatchNotFound, DataError.
+    A repeated `request` gives no events. Raises BatchNotFound, and DataError for an ended batch, whose result was
+    handed out, and for a task that has not ended.
     """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: no batch with this id was submitted")
@@ -377,7 +376,7 @@ def reopen(
             for base in range(0, task.total_runs, size)
         ]
         events.append(ev.TaskReopened(
-            task=number, units=units, reason=shortened(reason), request=request,
+            task=number, units=units, reason=shorten_error(reason), request=request,
             finished=len(task.done) == task.total_runs, dropped=batch.dropped.get(number, ""),
             experiences=sum(result.experiences for result in task.done.values()),
         ))

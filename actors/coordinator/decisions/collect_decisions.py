@@ -1,4 +1,4 @@
-"""Decisions about scheduled batches, which have the type `collect`. Pure, as in `batch_decisions.py`.
+"""Decisions about scheduled batches, whose type is `collect`. Pure functions, which return events.
 
 Clients add tasks to such a batch while it is open, and take results task by task. It ends without a finalize, when all
 its tasks were taken or dropped. Then its id may be scheduled again.
@@ -22,10 +22,10 @@ def schedule(
     existing: BatchState | None, *, batch_id: BatchId, repeat_times: list[int], tasks: list[dict[str, Any]] | None,
     tasks_digest: str | None, evals: Sequence[int], max_attempts: int, runs_per_unit: int | None, request: str,
 ) -> list[ev.Event]:
-    """Begin a batch with these tasks, or add them to the open one; the same request again changes nothing.
+    """Return the events that begin a batch with these tasks, or add them to the open batch `existing`.
 
-    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch of `submit_batch`,
-    DataError.
+    A repeated `request` gives no events. `evals` are the indices of eval tasks. Raises BatchAlreadyActive if the id
+    belongs to a batch of `submit_batch`, DataError.
     """
     require_batch_id(batch_id)
     if existing is not None and request in (existing.submission, *existing.additions):
@@ -46,8 +46,8 @@ def schedule(
         ]
     if existing.batch_type != "collect":
         raise BatchAlreadyActive(
-            f"batch {batch_id!r} is already active ({existing.state}), as a batch that was submitted with "
-            f"submit_batch: finalize or abort it before its id is used again"
+            f"batch {batch_id!r} is already active ({existing.state}), submitted with submit_batch: finalize or abort "
+            "it before you use its id again"
         )
     first_number = existing.expected_task_count
     addition = ev.TasksAdded(
@@ -69,7 +69,7 @@ def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | 
 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
-    """Drop the unsettled tasks; with `return_partial` their finished runs are kept."""
+    """Return the event that drops the unsettled tasks, if any. With `return_partial` their finished runs are kept."""
     open_tasks = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
     if not open_tasks:
         return []
@@ -78,14 +78,14 @@ def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[e
 
 
 def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event]:
-    """Record that a client has the results of these tasks, except those that another client took first."""
-    ready_tasks = set(batch.ready_tasks())  # those that were taken are not among them
+    """Return the event that a client takes the results of `tasks`, without those that another client took before."""
+    ready_tasks = set(batch.ready_tasks())  # without tasks that were taken
     taken_now = [task for task in tasks if task in ready_tasks]
     return [ev.ResultsTaken(tasks=taken_now, request=request)] if taken_now else []
 
 
 def end_if_done(batch: BatchState) -> list[ev.Event]:
-    """Record the end of a batch if all its tasks were taken or dropped: an abort if none was taken."""
+    """Return the event that ends a batch if all its tasks were taken or dropped: an abort if none was taken."""
     if batch.open_task_count or batch.ready_task_count:
         return []
     if not batch.taken:
@@ -96,10 +96,10 @@ def end_if_done(batch: BatchState) -> list[ev.Event]:
 
 
 def pause(batch: BatchState, reason: str) -> list[ev.Event]:
-    """Pause a batch whose scheduler stops; its waiting units stay."""
+    """Return the event that pauses a batch whose scheduler stops. Its waiting units stay in the batch."""
     return [] if batch.paused else [ev.BatchPaused(reason=reason)]
 
 
 def resume(batch: BatchState) -> list[ev.Event]:
-    """Let a paused batch go on; any other one stays as it is."""
+    """Return the event that resumes a batch; no event if it is not paused."""
     return [ev.BatchResumed()] if batch.paused else []

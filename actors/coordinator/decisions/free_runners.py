@@ -9,12 +9,12 @@ from dataclasses import dataclass
 __all__ = ["Capacity", "Room"]
 
 AHEAD_DIVISOR = 2
-"""Divisor of a runner's share of the waiting units, which gives how many units it may get beyond its places."""
+"""A runner may hold its share of the waiting units divided by this number, beyond the units that it runs at once."""
 
 
 @dataclass(slots=True)
 class Capacity:
-    """Runner that can take units now, with its load and limit."""
+    """Runner that can take units now. `places`: units that it runs at once; `load`: units that it has."""
 
     name: str
     incarnation: int
@@ -22,7 +22,7 @@ class Capacity:
     places: int
     load: int
     limit: int
-    """Maximum number of units that it holds: its places, and more that wait in it if units are short."""
+    """Maximum number of units that the runner may have: `places`, and some that wait in it if units end fast."""
 
     @property
     def share(self) -> float:
@@ -30,22 +30,22 @@ class Capacity:
 
 
 class Room:
-    """Runners that can take units, the least loaded first, and of equals the one that came first."""
+    """Runners that can take units, the least loaded first. Among equals the runner that was put first comes first."""
 
     def __init__(
         self, runners: Iterable[Capacity] = (), fits: Callable[[Capacity], bool] = lambda runner: True
     ) -> None:
-        """Offer only runners for which `fits` is True. Another is dropped when met, until its next `put`."""
+        """Offer only runners for which `fits` returns True. Any other runner is dropped until its next `put`."""
         self._fits = fits
         self._runners: dict[str, Capacity] = {}
         self._arrival_numbers: dict[str, int] = {}
         """Number of each runner, in the order of arrival."""
         self._heap: list[tuple[float, int, int, Capacity]] = []
-        """Used share of its places, arrival number, entry's number and runner; entries may be out of date."""
+        """(share of the runner's places in use, arrival number, entry number, runner). Entries may be out of date."""
         self._entry_count = 0
         self._place_count = 0
         self._extra_share: float | None = None
-        """Units allowed beyond a runner's places, as a share of these; None: up to its limit."""
+        """Units allowed beyond a runner's places, as a share of its places; None: up to its limit."""
         for runner in runners:
             self.put(runner)
 
@@ -58,12 +58,12 @@ class Room:
         self._push(runner)
 
     def drop(self, name: str) -> None:
-        """Forget a runner; its entries in the heap are out of date from now on."""
+        """Remove a runner. Its entries in the heap stay, and are out of date."""
         runner = self._runners.pop(name, None)
         self._place_count -= 0 if runner is None else runner.places
 
-    def expect(self, waiting_count: int) -> None:
-        """Set the number of waiting units, which limits the units beyond the runners' places."""
+    def set_waiting_count(self, waiting_count: int) -> None:
+        """Set the number of waiting units, which limits how many units runners get beyond their places."""
         several = len(self._runners) > 1
         self._extra_share = waiting_count / (AHEAD_DIVISOR * max(1, self._place_count)) if several else None
 
@@ -73,15 +73,14 @@ class Room:
         self._push(runner)
 
     def find(self, name: str) -> Capacity | None:
-        """Return the runner of this name if it has room."""
+        """Return the runner of this name if it can take one more unit, else None."""
         runner = self._runners.get(name)
         if runner is None or runner.load >= runner.limit or not self._may_get_unit(runner) or not self._fits(runner):
             return None
         return runner
 
     def least_loaded(self, avoid: str | None = None) -> Capacity | None:
-        """Return the least loaded runner with room, other than `avoid`; None if there is none. Also drops the entries
-        that are out of date, and the runners that do not fit."""
+        """Return the least loaded runner that can take one more unit, other than `avoid`; None if there is none."""
         heap, avoided_entries = self._heap, []
         result = None
         while heap and result is None:
@@ -101,7 +100,7 @@ class Room:
         return result
 
     def has_other(self, name: str) -> bool:
-        """Return True if there is a runner besides this one, with room or without."""
+        """Return True if there is another runner than this one, even if it can take no unit now."""
         return any(r.name != name and self._fits(r) for r in self._runners.values())
 
     def _may_get_unit(self, runner: Capacity) -> bool:
@@ -111,7 +110,7 @@ class Room:
         return runner.load + 1 <= runner.places * (1 + self._extra_share)
 
     def _push(self, runner: Capacity) -> None:
-        """Put a runner with room into the heap; rebuild the heap if most of its entries are out of date."""
+        """Add a runner to the heap unless it is at its limit. Rebuild the heap if most entries are out of date."""
         if runner.load >= runner.limit:
             return
         self._entry_count += 1

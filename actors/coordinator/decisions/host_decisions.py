@@ -1,4 +1,4 @@
-"""Decisions about hosts that join, leave or are lost. Pure: folded hosts and a message in, events out."""
+"""Decisions about hosts that join, leave or are lost. Pure functions from folded hosts and a message to events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.host_states import Hosts
 from trinity_es.projections.runner import Weights
 
-__all__ = ["Hello", "Refusal", "drain", "folder_of", "lose", "welcome"]
+__all__ = ["Hello", "Refusal", "admit", "drain", "find_folder", "lose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,20 @@ class Hello:
     pid: int
     places: dict[str, int]
     build: str
-    """Version of its software."""
+    """Version of the host's software."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Reason why a host can't join; `for_good` means that its current process never can."""
+    """Reason why a host's request is refused. `for_good` means that the head would refuse it every time."""
 
     reason: str
     for_good: bool
 
 
-def welcome(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
-    """Decide on a host that wants to join; one that reconnects causes no events.
-
-    `build` is this software's version; `connected` means that a host of this name is connected now.
-    """
+def admit(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev.Event] | Refusal:
+    """Return the events that admit a host, or why it is refused. A host that only reconnects causes no events. `build`
+    is this software's version. `connected` means that a host of this name is connected now."""
     if hello.build != build:
         return Refusal(
             f"the host runs trinity-es {hello.build}, the head runs {build}: install the same on both", for_good=True)
@@ -66,7 +64,7 @@ def welcome(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[
 
 
 def lose(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
-    """Record the loss of a host; nothing if it was gone before."""
+    """Return the event that a host is lost; none if it has left or is lost already."""
     host = hosts.get(name)
     if host is None or not host.there:
         return []
@@ -74,25 +72,25 @@ def lose(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
 
 
 def drain(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
-    """Record that a host has to leave; nothing if it leaves or is gone already."""
+    """Return the event that a host has to leave; none if it is leaving or gone already."""
     host = hosts.get(name)
     if host is None or host.state != "joined":
         return []
     return [ev.HostDraining(host=name, epoch=host.epoch, reason=reason)]
 
 
-def folder_of(
+def find_folder(
     wanted: Mapping[str, Any], build: str, *, own_build: str, weights: Weights, adapters: Adapters,
     models: Mapping[str, str],
 ) -> str | Refusal:
-    """Return the head's folder for a host's request, which names its content and never a path.
+    """Return the path of the head's folder that a host requests, or why it is refused.
 
-    `wanted` is the request (`kind`, `name`, `version`) of a host with the software version `build`. `models` has the
-    path of each model that the config names by a path.
+    `wanted` is the request (`kind`, `name`, `version`) of a host whose software has the version `build`. `models` has
+    the path of each model in the config.
     """
     if build != own_build:
         return Refusal(
-            f"it runs trinity-es {build}, the head runs {own_build}: install the same on both", for_good=True)
+            f"the host runs trinity-es {build}, the head runs {own_build}: install the same on both", for_good=True)
     kind, name, version = wanted.get("kind"), wanted.get("name"), wanted.get("version")
     match kind:
         case "weights" if weights.path and version == weights.version:

@@ -1,8 +1,8 @@
 """Decisions about leases: changes that runs report, ends of attempts, releases and their results.
 
-Pure: folded leases and batches, and the time in; events out. A lease lives no longer than the attempt that took it,
-unless that was lost: the next attempt at the run may take over its resource, under a lease of its own (`attachable`).
-The coordinator records an orphaned lease before it releases it.
+The functions are pure, from folded leases and batches and the time to events. A lease ends with the attempt that took
+it. If that attempt was lost, the next attempt at the run may take over its resource, under a lease of its own
+(`find_attachable`). A lease that its run will not release is orphaned: the coordinator records that, then releases it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
-    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "attachable", "due", "end_of_attempt", "give_up",
-    "orphans", "released",
+    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "apply_release", "end_of_attempt", "find_attachable",
+    "find_due", "find_orphans", "give_up",
 ]
 
 GRACE_SECONDS = 30.0
-"""Time for runners, once they know the coordinator, to report renewals again before expiries count; it is several times
-the interval at which they repeat a group."""
+"""How long runners may take to report renewals to a new coordinator before leases expire; several times the interval at
+which they repeat a report."""
 SPLIT = 8
-"""Number of groups into which leases are divided after a process did not report them: one of them may have ended it."""
+"""Number of groups into which leases are divided after a release process did not report them: one may have ended it."""
 
 
 def end_of_attempt(batch: BatchState | None, life: RunnerLife | None, holder: LeaseChange | ev.LeaseTaken) -> str:
-    """Return why the attempt that holds a lease is over; empty while it runs. `batch` is the open one of its id, if
-    any; `life` is that of its runner."""
+    """Return why the attempt that holds a lease is over; "" while it runs. `batch` is the open batch with its id, if
+    any; `life` is the process of its runner."""
     unit = holder.unit
     if life is None or life.state.gone or life.state is RunnerState.RETIRED:
         return "its runner is gone"
@@ -48,8 +48,8 @@ IsBeingRead = Callable[[BatchState, tuple[int, int]], bool]
 """Function that returns True while the journal of a lost unit is being read."""
 
 
-def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: IsBeingRead) -> bool:
-    """Return True if the run of a lost attempt goes on, or may, from what its journal has."""
+def _may_go_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: IsBeingRead) -> bool:
+    """Return True if a next attempt goes on from the journal of the lost attempt that took a lease, or may do so."""
     if batch is None or batch.submission != taken.submission:
         return False
 
@@ -63,10 +63,10 @@ def _goes_on(batch: BatchState | None, taken: ev.LeaseTaken, is_being_read: IsBe
     return any(has_run(batch.pending.get(key)) and is_being_read(batch, key) for key in batch.lost)
 
 
-def attachable(
+def find_attachable(
     leases: OpenLeases, batch: BatchState | None, change: LeaseChange, is_being_read: IsBeingRead
 ) -> OpenLease | None:
-    """Return the lease of an earlier attempt whose resource a new lease may take over."""
+    """Return the lease of an earlier attempt whose resource the new lease in `change` may take over, if any."""
     if not change.attachable:
         return None
     claimed_ids = {lease.taken.attaches for lease in leases.values()}
@@ -77,14 +77,14 @@ def attachable(
         if (
             identity == wanted and taken.attachable and taken.unit.attempt < change.unit.attempt and lease.held
             and lease.handle is not None and not lease.orphaned and taken.lease not in claimed_ids
-            and _goes_on(batch, taken, is_being_read)
+            and _may_go_on(batch, taken, is_being_read)
         ):
             return lease
     return None
 
 
-def _orphaned(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
-    """Orphan a lease, and the one whose resource it was about to take over: either may have the resource."""
+def _orphan_events(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
+    """Return the events that orphan a lease, and with it the lease whose resource it was about to take over."""
     earlier = None if lease.held else leases.get(lease.taken.attaches)
     both = [lease] if earlier is None or earlier.orphaned else [lease, earlier]
     return [ev.LeaseOrphaned(lease=one.taken.lease, reason=reason) for one in both]
@@ -94,10 +94,10 @@ def apply_change(
     leases: OpenLeases, change: LeaseChange, runner: str, incarnation: int, end_reason: str, now: float,
     earlier: OpenLease | None = None,
 ) -> list[ev.Event]:
-    """Record a run's change of a lease; a repeated or late one does nothing.
+    """Return the events that record a run's change of a lease; none if the change is repeated or late.
 
-    `end_reason` is that of `end_of_attempt`; `now` is unix seconds; `earlier` is from `attachable`. Raises
-    WorkflowError if the run is over and so may take no lease.
+    `end_reason` is the result of `end_of_attempt`, `earlier` that of `find_attachable`; `now` is unix seconds. Raises
+    WorkflowError if a run that is over takes a lease.
     """
     lease_id = change.lease
     lease = leases.get(lease_id)
@@ -120,19 +120,19 @@ def apply_change(
         case "released" if lease is not None:
             return [ev.LeaseReleased(lease=lease_id, by="owner")]
         case "left" if lease is not None and not lease.orphaned:
-            return [*_orphaned(leases, lease, change.reason)]
+            return [*_orphan_events(leases, lease, change.reason)]
     return []
 
 
-def orphans(
+def find_orphans(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
     lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_being_read: IsBeingRead,
 ) -> list[ev.Event]:
-    """Record the leases that no owner will release: their attempt is over, or they were not renewed in time.
+    """Return the events that orphan leases: their attempt is over, or they were not renewed in time.
 
-    `batches` are the open ones. `announced_at` is when runners learned of this coordinator, unix seconds, infinite
-    before. They report earlier renewals only after it, so a lease expires GRACE_SECONDS after it at the earliest.
-    A lease that waits for the next attempt is not recorded.
+    A lease is left out if the next attempt may take over its resource. `batches` are the open ones. `announced_at` is
+    when runners learned of this coordinator (unix seconds; infinite before). Renewals reach it only after that, so a
+    lease expires GRACE_SECONDS later at the earliest.
     """
     events: dict[str, ev.Event] = {}
     for lease in leases.values():
@@ -141,23 +141,23 @@ def orphans(
             continue
         batch = batches.get(taken.batch_id)
         reason = end_of_attempt(batch, lives.get((taken.runner, taken.incarnation)), taken)
-        if reason and taken.attachable and lease.held and _goes_on(batch, taken, is_being_read):
+        if reason and taken.attachable and lease.held and _may_go_on(batch, taken, is_being_read):
             reason = ""
         if not reason and max(lease.expires, announced_at + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"
         if reason:
-            events |= {event.lease: event for event in _orphaned(leases, lease, reason)}
+            events |= {event.lease: event for event in _orphan_events(leases, lease, reason)}
     return [*events.values()]
 
 
-def due(
+def find_due(
     leases: Iterable[OpenLease], due_at: Mapping[str, float], max_group_sizes: Mapping[str, int],
     busy_providers: Container[str], now: float,
 ) -> dict[str, list[OpenLease]]:
-    """Return the orphaned leases to release now, by provider: one process will release those of one provider.
+    """Return the orphaned leases to release now, by provider. One process will release the leases of a provider.
 
-    `due_at` is when each lease is due, unix seconds; the longest due go first. `max_group_sizes` limits the group that
-    holds a lease which an earlier process did not report.
+    `due_at` has the time at which each lease is due, in unix seconds; the longest due come first. `max_group_sizes`
+    limits the group of a lease that an earlier process did not report.
     """
     groups: dict[str, list[OpenLease]] = {}
     max_sizes: dict[str, float] = {}
@@ -172,18 +172,18 @@ def due(
 
 
 def give_up(leases: Iterable[OpenLease]) -> list[ev.Event]:
-    """Leave leases to their owners, since this store is a copy and runs of its original may still hold them."""
+    """Return the events that end leases without a release, for a copied store: runs of the original may hold them."""
     return [ev.LeaseReleased(lease=lease.taken.lease, by="owner") for lease in leases]
 
 
-def released(
+def apply_release(
     lease: OpenLease | None, lease_before: OpenLease, began_at: float, error: str, tries: int
 ) -> list[ev.Event]:
-    """Record the result of a try to release an orphaned lease; `tries` counts the failed ones, with this one.
+    """Return the event that records an attempt to release an orphaned lease, or none.
 
-    `lease_before` is the lease at the start of the try, `began_at` (unix seconds). A repeated error is recorded only if
-    the number of tries is a power of two. A success without a handle is not recorded while the creation may still come
-    through, since it proves nothing.
+    `lease_before` is the lease when the attempt began, at `began_at` (unix seconds). `tries` is the number of failed
+    attempts, including this one. A repeated error is recorded only if `tries` is a power of two. A success without a
+    handle is not recorded while the resource may still be created, since it proves nothing.
     """
     if lease is None:
         return []  # its owner released it first

@@ -1,4 +1,4 @@
-"""Rolling updates: choice of the engines that load new weights now, so that enough others go on answering. Pure."""
+"""Choice of the engines that load new weights next in a rolling update, while enough others go on answering. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class EngineStatus:
 
     name: str
     has_version: bool
-    """True if it has the new version."""
+    """True if the runner has the new version."""
     is_loading: bool
     has_failed: bool = False
-    """True if it could not load that version; it tries again when it announces itself."""
+    """True if the runner could not load that version. It tries again after its next status report."""
 
 
 def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_reported: bool = True) -> list[str]:
-    """Return the runners to take out now so that `keep` go on serving; if there are no more, they load one by one.
+    """Return the runners that load now, so that at least `keep` others serve. With too few runners they load singly.
 
-    While not `all_reported`, other runners may be loading, so `keep` of these have to stay.
+    If not `all_reported`, runners that are not in the list may be loading, so `keep` of the listed ones always stay.
 
     >>> a, b, c = (EngineStatus(name, False, False) for name in "abc")
     >>> next_to_load([a, b, c], keep=1)

@@ -1,4 +1,5 @@
-"""Decisions about a runner's reports and the end of its process. Pure: a folded life and a message in, events out."""
+"""Decisions about a runner's reports and the end of its process. Pure functions from a folded life (the state of one
+process of a runner) and a message to events."""
 
 from __future__ import annotations
 
@@ -6,20 +7,20 @@ from trinity_es.actors.messages import RunnerDied, RunnerStatus
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["ended", "is_late", "reported"]
+__all__ = ["apply_death", "apply_report", "is_late"]
 
 
 def is_late(life: RunnerLife | None, report: RunnerStatus) -> bool:
-    """Return True if a report came after a report of a later life, or after the end of its own was recorded. `life` is
-    the runner's newest reported life."""
+    """Return True if a report is out of date: a later process of the runner has reported, or the end of this one was
+    recorded. `life` is the runner's newest process that reported."""
     if life is None or life.incarnation < report.incarnation:
         return False
     return life.incarnation > report.incarnation or life.state.gone
 
 
-def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
-    """Record the changes in a report that is not late. `lacks` is why a life whose engine is ready stays failed; empty
-    if it does not. `life` is None after a takeover until the runner reports, so its state is recorded again."""
+def apply_report(life: RunnerLife | None, report: RunnerStatus, failure: str = "") -> list[ev.Event]:
+    """Return the events that record the changes in a report. `life` is None if the runner has not reported to this
+    coordinator; then its state is recorded again. `failure` is why a failed runner with a ready engine stays failed."""
     name, incarnation = report.name, report.incarnation
     events: list[ev.Event] = []
     if life is None or life.incarnation < incarnation:
@@ -30,9 +31,9 @@ def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> 
         ))
     else:
         state = life.state
-    if lacks:
+    if failure:
         if state is not RunnerState.FAILED:
-            events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=lacks))
+            events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=failure))
     elif report.state != state:
         match RunnerState(report.state):
             case RunnerState.READY:
@@ -52,10 +53,10 @@ def reported(life: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> 
     return events
 
 
-def ended(life: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
-    """Record the end of a process; nothing if it is recorded already, or if a later life has begun.
+def apply_death(life: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
+    """Return the events of a process's end; none if it is recorded already, or if a later process has begun.
 
-    `life` is the runner's reported life, else its newest in the log. The guardian repeats an end to each new
+    `life` is the runner's process that reported, else its newest in the log. The guardian repeats an end to each new
     coordinator.
     """
     name, incarnation = death.name, death.incarnation

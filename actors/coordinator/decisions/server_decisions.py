@@ -1,7 +1,8 @@
-"""Decisions about which external servers are engines, by a list or `trinity-es scale`. Pure: servers in, events out.
+"""Decisions about which external servers are engines. Pure functions from folded servers to events.
 
-`scale` wins over the list: a server added by `scale` stays even if the list lacks it. A server removed by `scale` stays
-removed until it has left the list and come back, or until `scale` adds it again.
+Servers come from a list and from `trinity-es scale`, which wins over the list. A server added by `scale` stays even if
+the list lacks it. A server removed by `scale` stays removed until it has left the list and come back, or until `scale`
+adds it again.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from trinity_es.events.errors import DataError
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Server
 
-__all__ = ["has_retired", "is_drained", "listed", "scaled"]
+__all__ = ["apply_list", "apply_scale", "has_retired", "is_drained"]
 
 
-def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
-    """Record what a new reading of the list changes; `urls_before` is the previous reading, None for the first. An
-    empty list changes nothing, since a file is also empty while it is being rewritten."""
+def apply_list(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
+    """Return the events for the differences between the list and `servers`. `urls_before` is the previous reading of
+    the list, None for the first. An empty list gives none, since a file is also empty while it is being rewritten."""
     current_urls = list(dict.fromkeys(urls))
     if not current_urls:
         return []
@@ -37,14 +38,12 @@ def listed(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iter
     return events
 
 
-def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
-    """Record what `trinity-es scale` changes, also for servers that the list has already added or removed.
-
-    Raises DataError for an unknown server to remove, and for one that is both added and removed.
-    """
+def apply_scale(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
+    """Return the events by which `trinity-es scale` adds and removes servers, even if the list has done so already.
+    Raises DataError for an unknown server to remove, and for one that is both added and removed."""
     urls_to_add, urls_to_remove = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
     if both := sorted(set(urls_to_add) & set(urls_to_remove)):
-        raise DataError(f"server {both[0]} can't be added and removed in one command")
+        raise DataError(f"server {both[0]} can't be added and removed in one command: leave it out of one list")
     events: list[ev.Event] = []
     runners = {s.runner for s in servers.values()}
     for url in urls_to_add:
@@ -64,7 +63,7 @@ def scaled(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[s
 def _server_added(
     servers: Mapping[str, Server], url: str, runners: set[str], *, by: Literal["list", "scale"]
 ) -> ev.ServerAdded:
-    """Return the event of an added server; one that is new gets a runner's name, which is added to `runners`."""
+    """Return the event that adds a server. A new server gets a new runner's name, which is added to `runners`."""
     server = servers.get(url)
     runner = server.runner if server is not None else f"runner-{len(runners)}"
     runners.add(runner)
@@ -72,13 +71,13 @@ def _server_added(
 
 
 def is_drained(unit_count: int, waited_seconds: float, timeout: float, *, proxied: bool = False) -> bool:
-    """Return True if a runner whose server was removed has no units left, or its time is over.
+    """Return True if a runner whose server was removed can end: it has no units left, or `timeout` is over.
 
-    `proxied` means that it may have requests of proxies, which the coordinator does not count.
+    `proxied` means that it may have requests of proxies, which are no units, so only the time counts.
     """
     return (unit_count == 0 and not proxied) or waited_seconds >= timeout
 
 
 def has_retired(life: RunnerLife | None) -> bool:
-    """Return True if a runner whose server was removed has ended."""
+    """Return True if the process of a runner whose server was removed has ended (None: it has none)."""
     return life is None or life.state is RunnerState.RETIRED or life.state.gone

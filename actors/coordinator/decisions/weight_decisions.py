@@ -1,4 +1,4 @@
-"""Decisions about publications of weights and results of loads. Pure."""
+"""Decisions about publishing weights and about the results of loading them. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
 from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 
-__all__ = ["load_result", "publish"]
+__all__ = ["apply_load_result", "publish"]
 
 
 def publish(current: Weights, new: Weights, serving_runners: Sequence[str], *, again: bool = False) -> list[ev.Event]:
-    """Decide on a publication; `serving_runners` are the ready runners that already serve the new version.
+    """Return the event that publishes new weights; none if the same version and path are current already.
 
     A version that no runner could load may be published again with another path. A version in memory may be published
     again as a checkpoint: the same weights are on a disk now, so no runner loads them again. `again` means that the
-    version was lost and written again. Raises SyncError for an older version, and for one served from another path.
+    version was lost and written again. `serving_runners` are the ready runners that already serve the version. Raises
+    SyncError for an older version, and for a version that is served from another path.
     """
     if new.version < current.version:
-        raise SyncError(f"weights version {new.version} is older than the current one, {current.version}")
+        raise SyncError(f"weights version {new.version} is older than the current one, {current.version}: give the "
+                        "weights a higher version")
     if not again and (new.version, new.path) == (current.version, current.path):
         return []
     is_saved_copy = new.method == "checkpoint" and current.in_memory_only
@@ -32,11 +34,14 @@ def publish(current: Weights, new: Weights, serving_runners: Sequence[str], *, a
     return [ev.WeightsPublished(version=new.version, path=new.path, method=new.method)]
 
 
-def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, path_gone: bool) -> list[ev.Event]:
-    """Record the result of a load; `path_gone` means that the path of the current weights no longer exists.
+def apply_load_result(
+    life: RunnerLife, result: WeightsLoadResult, current: Weights, *, path_gone: bool
+) -> list[ev.Event]:
+    """Return the events that record a runner's result of loading weights.
 
-    A runner that could not load goes on with its old weights if they were current once. A new one with older weights
-    fails, since no runner is better than wrong weights. It retries every few seconds; the same error is recorded once.
+    A runner that could not load goes on with its old weights if it served before. A new runner fails, since no runner
+    is better than wrong weights. It retries every few seconds, and the same error is recorded once. `path_gone` means
+    that the path of the current weights no longer exists.
     """
     name, incarnation = life.name, life.incarnation
     if result.error is None:

@@ -1,9 +1,9 @@
 """Operators that compute `advantages` and `returns` from the experiences of a batch.
 
-Both become float32 [response] of each experience: its score where `action_mask` is true, 0 elsewhere. Experiences come
-out task by task, in the order of the tasks. Names, formulas and arguments are Trinity-RFT's, and so is float32: each
-operation is rounded once (sums and standard deviations when complete, so their order changes nothing). Only `grpo`
-computes in float64 and rounds the score.
+Both are float32 arrays of the shape [response]: the experience's score where `action_mask` is true, 0 elsewhere.
+Experiences come out task by task, in the order of the tasks. Names, formulas and arguments are those of Trinity-RFT.
+Operators compute in float32 as it does: each operation is rounded once (a sum or standard deviation only as a whole, so
+the order of its terms changes nothing). Only `grpo` computes in float64, and rounds the score.
 
 Random draws are seeded with the experiences' ids, so a pipeline that runs again after a failure gives the same result.
 `process` raises DataError, which names the experience, if a reward or an action mask that it needs is missing.
@@ -36,18 +36,18 @@ _PREFIX = "group_advantages"
 
 
 class GroupAdvantage:
-    """`grpo`, also `group_advantage`: how much better a run was than the other runs of its task.
+    """`grpo`, also `group_advantage`: advantage relative to the other runs of a task.
 
     advantage = (reward - mean) / (std + epsilon), over the experiences of a task (`eid.tid`), with the sample standard
     deviation (n - 1). A task with one experience has mean 0 and std 1. Source: DeepSeekMath (arXiv:2402.03300), eq. 3
-    and below, as Trinity-RFT's `grpo` advantage function has it; it computes in float32, this in float64, rounded once.
+    and below, as in Trinity-RFT's `grpo`, which computes in float32; here it is float64, rounded once.
 
     - `std_cal_level="batch"` takes the std over all experiences (arXiv:2508.08221).
     - `std_threshold` drops tasks whose own std is not above it, and tasks with one experience.
-    - `duplicate_experiences` with it replaces each dropped task by a copy of another (Polaris,
+    - `duplicate_experiences` replaces each task that `std_threshold` dropped by a copy of another task (Polaris,
       hkunlp.github.io/blog/2025/Polaris), whose `eid.suffix` ends in `-copy<n>`.
-    - `rank_penalty` (arXiv:2506.02355): for mean and std each reward counts as reward * (1 - rank / n * rank_penalty),
-      where rank is 0 for the run with the least mean logprob. Needs logprobs.
+    - `rank_penalty` (arXiv:2506.02355): mean and std are taken over reward * (1 - rank / n * rank_penalty), where rank
+      is 0 for the run with the least mean logprob. Needs logprobs.
 
     Metrics: `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`.
     """
@@ -92,7 +92,8 @@ class GroupAdvantage:
         mean_logprobs = []
         for e in members:
             if e.logprobs is None or not len(e.logprobs):
-                raise DataError(f"experience {e.eid} has no logprobs, and the rank_penalty of grpo needs them")
+                raise DataError(f"experience {e.eid} has no logprobs, and the rank_penalty of grpo needs them: set "
+                                "explorer.rollout_model.logprobs, or leave rank_penalty out")
             mean_logprobs.append(_mean([F32(p) for p in e.logprobs]))
         order = sorted(range(len(members)), key=lambda i: mean_logprobs[i])
         relative_rank = {i: F32(F32(rank) / F32(len(members))) for rank, i in enumerate(order)}
@@ -101,7 +102,8 @@ class GroupAdvantage:
 
 
 class ReinforceAdvantage:
-    """`reinforce`: the reward itself, without a baseline (Williams 1992). Metric: `group_advantages/reward_mean/..`."""
+    """`reinforce`: the advantage is the reward, without a baseline (Williams 1992). Metric:
+    `group_advantages/reward_mean/mean|max|min` over tasks."""
 
     by_task = True
     needs = ("reward", "action_mask")
@@ -151,7 +153,7 @@ class OPMDAdvantage:
         return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
     def _logavgexp(self, rewards: list[np.float32]) -> np.float32:
-        """Return tau * (logsumexp(rewards / tau) - log n); the maximum is taken out, so that nothing overflows."""
+        """Return tau * (logsumexp(rewards / tau) - log n). Subtracts the maximum first, so that exp can't overflow."""
         tau = F32(self.tau)
         scaled = [r / tau for r in rewards]
         maximum = max(scaled)
@@ -160,7 +162,7 @@ class OPMDAdvantage:
 
 
 class AsymREAdvantage:
-    """`asymre`: reward - (mean + baseline_shift) over a task's experiences; with one experience the baseline is 0.
+    """`asymre`: reward - (mean + baseline_shift), over a task's experiences. With one experience the baseline is 0.
 
     Source: AsymRE (arXiv:2506.20520), as in Trinity-RFT's `asymre`. Metrics: `group_advantages/group_baseline`, and
     `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
@@ -186,12 +188,13 @@ class AsymREAdvantage:
 
 
 class RECAdvantage:
-    """`rec`: reward - mean over a task's experiences; with `std_normalize` divided by (population std + epsilon).
+    """`rec`: reward - mean over a task's experiences. With `std_normalize` it is divided by (population std + epsilon).
 
-    `drop="balance"`: if more rewards of a task are below its mean than not, enough of those below are drawn (from the
-    task's id) to make both numbers equal; the drawn get advantage 0 and count for neither mean nor std. A task with one
-    counted experience has mean 0 and std 1. Source: REC (arXiv:2509.24203), as in Trinity-RFT's `rec`.
-    Metrics: `group_advantages/drop_balance` (share of a task's experiences that do not count), `reward_mean`,
+    `drop="balance"`: if more rewards of a task are below its mean than not, some of them are drawn at random (seeded
+    with the task's id), until both numbers are equal. Their experiences get advantage 0 and are left out of mean and
+    std. With at most one experience left, mean is 0 and std 1. Source: REC (arXiv:2509.24203), as in Trinity-RFT's
+    `rec`.
+    Metrics: `group_advantages/drop_balance` (share of a task's experiences that were drawn), `reward_mean`,
     `reward_std`, each `/mean|max|min` over tasks.
     """
 
@@ -207,7 +210,7 @@ class RECAdvantage:
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Set the advantages over the experiences of each task that count; the others get 0."""
+        """Set the advantages. Experiences that `drop` excludes get 0."""
         group_metrics = []
         groups = group_by(experiences, "task")
         for tid, members in groups.items():
@@ -224,7 +227,7 @@ class RECAdvantage:
         return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
     def _excluded(self, tid: str, rewards: list[np.float32]) -> set[int]:
-        """Return the indices of a task's rewards that do not count, drawn from those below the mean."""
+        """Return the indices of a task's rewards that `drop` excludes, drawn among the rewards below the mean."""
         if self.drop is None:
             return set()
         mean = _mean(rewards) if len(rewards) > 1 else F32(0)
@@ -234,11 +237,11 @@ class RECAdvantage:
 
 
 class StepWiseAdvantage:
-    """`step_wise_grpo`: the advantage of a run's last step, for each of its steps.
+    """`step_wise_grpo`: every step of a run gets the advantage of its last step.
 
-    It is computed from the last steps' rewards as `grpo` does over runs; a run's last step is its last experience.
-    `enable_step_norm` divides it by the number of steps. `std_cal_level="batch"` takes the std over the last steps of
-    all runs. `std_threshold` drops tasks whose std is not above it, and tasks with one run.
+    The last step is a run's last experience. Its advantage is that of `grpo`, computed from the rewards of the last
+    steps of a task's runs. `enable_step_norm` divides it by the number of steps. `std_cal_level="batch"` takes the std
+    over the last steps of all runs. `std_threshold` drops tasks whose std is not above it, and tasks with one run.
     Source: rLLM (github.com/rllm-org/rllm), as in Trinity-RFT's `step_wise_grpo`. Metrics:
     `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`, `skipped_group_ratio`.
     """
@@ -287,7 +290,7 @@ class StepWiseAdvantage:
 
 # --- sums -----------------------------------------------------------------------------------------------------------
 def reward_of(experience: Experience) -> float:
-    """Return its reward. Raises DataError, which names the experience, if it has none."""
+    """Return the experience's reward. Raises DataError if it has none."""
     if experience.reward is None:
         raise DataError(f"experience {experience.eid} has no reward: have its workflow set one, name a reward_fn in "
                         "its taskset, or choose buffer.pipeline.operators that need none")
@@ -295,11 +298,11 @@ def reward_of(experience: Experience) -> float:
 
 
 def mean_and_std(rewards: list[float]) -> tuple[float, float]:
-    """Return mean and sample standard deviation; (0, 1) for fewer than two."""
+    """Return the mean and the sample standard deviation; (0, 1) for fewer than two rewards."""
     n = len(rewards)
     if n < 2:
         return 0.0, 1.0
-    if min(rewards) == max(rewards):  # else epsilon would amplify a difference that is rounding alone
+    if min(rewards) == max(rewards):  # otherwise dividing by epsilon would amplify a rounding error
         return rewards[0], 0.0
     # fsum is correctly rounded, so the order of the runs changes nothing.
     mean = math.fsum(rewards) / n
@@ -307,7 +310,7 @@ def mean_and_std(rewards: list[float]) -> tuple[float, float]:
 
 
 def _rewards(members: Sequence[Experience]) -> list[np.float32]:
-    """Return the rewards in float32. Raises DataError, which names the experience, if one is missing."""
+    """Return the rewards in float32. Raises DataError for an experience without a reward."""
     with np.errstate(over="ignore"):  # the pipeline's check finds rewards that overflow float32
         return [F32(reward_of(e)) for e in members]
 
@@ -322,9 +325,10 @@ def _std(values: Sequence[np.float32], ddof: int) -> np.float32:
 
 
 def _set_advantage(operator: str, experience: Experience, advantage: np.float32) -> None:
-    """Set advantages and returns to this number where `action_mask` is true, 0 elsewhere. Raises DataError."""
+    """Set advantages and returns to this number where `action_mask` is true, to 0 elsewhere. Raises DataError."""
     if experience.action_mask is None:
-        raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one")
+        raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one: have "
+                        "its workflow set one")
     advantages = experience.action_mask.astype(np.float32)
     advantages *= advantage
     experience.advantages = advantages
@@ -332,7 +336,7 @@ def _set_advantage(operator: str, experience: Experience, advantage: np.float32)
 
 
 def _set_advantages(operator: str, members: Sequence[Experience], advantages: Sequence[np.float32]) -> None:
-    """Set the advantages of these experiences, a number for each. Raises DataError, which names the operator."""
+    """Set the advantage of each experience to the number at its index. Raises DataError, which names the operator."""
     for experience, advantage in zip(members, advantages, strict=True):
         _set_advantage(operator, experience, advantage)
 
@@ -342,7 +346,7 @@ def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
 
 
 def _random_copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
-    """Return copies of `count` tasks, drawn from these with their ids as the seed; none if there are no tasks."""
+    """Return copies of `count` tasks, drawn at random from these, seeded with their ids; [] if there are no tasks."""
     if not groups:
         return []
     drawn_groups = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)
@@ -350,7 +354,7 @@ def _random_copies(groups: list[list[Experience]], count: int) -> list[list[Expe
 
 
 def _copy(experience: Experience, number: int) -> Experience:
-    """Return a deep copy whose id ends in `-copy<number>`."""
+    """Return a deep copy of the experience, whose id ends in `-copy<number>`."""
     duplicate = copy.deepcopy(experience)
     duplicate.eid = replace(experience.eid, suffix=f"{experience.eid.suffix}-copy{number}")
     return duplicate

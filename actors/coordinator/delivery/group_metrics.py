@@ -11,10 +11,10 @@ __all__ = ["GroupMetrics"]
 
 
 class GroupMetrics(dict[str, float]):
-    """Metrics over tasks (`aggregate_batch`) and counts; those of a batch's parts can be joined."""
+    """Metrics of a batch, or of a part of it: aggregates over its tasks (`aggregate_batch`), and counts."""
 
     def __init__(self, tasks: Sequence[Mapping[str, float]] = (), prefix: str = "", **counts: float) -> None:
-        """`tasks`: metrics of each task, all of the same names; `prefix`: of these names."""
+        """`tasks` has the metrics of each task, all with the same names. `prefix` is put before these names."""
         self._names = tuple(tasks[0]) if tasks else ()
         self._values = array("d", [task[name] for task in tasks for name in self._names])
         self._prefix, self._counts = prefix, counts
@@ -26,8 +26,8 @@ class GroupMetrics(dict[str, float]):
         self.update(self._counts)
 
     @classmethod
-    def joined(cls, parts: Sequence[GroupMetrics]) -> GroupMetrics:
-        """Return the metrics of all parts together, to the bit those of the whole batch."""
+    def join(cls, parts: Sequence[GroupMetrics]) -> GroupMetrics:
+        """Return the metrics of a batch from those of its parts, bit by bit as if it had not been divided."""
         joined = cls(prefix=parts[0]._prefix)
         joined._names = next((part._names for part in parts if part._names), ())
         for part in parts:

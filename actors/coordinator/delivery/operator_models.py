@@ -1,6 +1,6 @@
 """OpenAI clients of the auxiliary models, for the operators of the pipeline.
 
-The guardian sends the engines' addresses (`Endpoints`) to the actor's thread; operators use the clients in the
+The actor's thread gets the engines' addresses from the guardian (`Endpoints`). Operators use the clients in the
 pipeline's thread.
 """
 
@@ -16,7 +16,7 @@ from trinity_es.events.errors import EngineError
 __all__ = ["OperatorModels"]
 
 PATIENCE_SECONDS = 60.0
-"""Maximum time that a pipeline waits for an engine of each auxiliary model; then its batch's finalize fails."""
+"""How long a pipeline waits until each auxiliary model has an engine. After that it fails."""
 
 
 class OperatorModels:
@@ -27,13 +27,13 @@ class OperatorModels:
         """`names` are the auxiliary models of the config; `token` is the API key of their engines."""
         self._token, self._patience, self._make_client = token, patience, make_client
         self._urls: dict[str, dict[str, str]] = {name: {} for name in names}
-        """URL of each serving engine, by model and runner."""
+        """Model -> runner -> URL of its serving engine."""
         self._urls_changed = threading.Condition()
         self._clients: dict[tuple[str, str], Any] = {}
-        """Client of each engine, by model and URL."""
+        """(model, URL) -> client of the engine at this URL."""
 
     def update(self, urls_by_model: Mapping[str, Mapping[str, str]]) -> None:
-        """Replace the engines' URLs, by model and runner."""
+        """Replace the engines' URLs by these: model -> runner -> URL."""
         with self._urls_changed:
             for name, urls_by_runner in urls_by_model.items():
                 if name in self._urls:
@@ -41,9 +41,9 @@ class OperatorModels:
             self._urls_changed.notify_all()
 
     def clients(self) -> dict[str, list[Any]]:
-        """Wait for an engine of each model and return the clients; an engine keeps its client.
+        """Wait until each model has an engine, and return model -> clients. An engine keeps its client.
 
-        Raises EngineError, which names the models, if one has no engine after `patience` seconds; WorkflowError if the
+        Raises EngineError, which names the models without an engine after `patience` seconds, and WorkflowError if the
         package openai is not installed.
         """
         with self._urls_changed:

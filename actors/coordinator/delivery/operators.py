@@ -1,7 +1,7 @@
-"""Operators of the experience pipeline: shaped rewards, filters, and those of `advantages.py`.
+"""Operators of the experience pipeline: filters, changes of rewards, and the advantages of `advantages.py`.
 
-An operator takes all experiences of a batch and returns those to keep, in order. The log names the others
-(`BatchFinalized.dropped_by`). Names are those of Trinity-RFT if the meaning is the same.
+An operator takes all experiences of a batch and returns those to keep, in order. The log names the dropped ones
+(`BatchFinalized.dropped_by`). An operator has the name that it has in Trinity-RFT if it means the same.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 class Operator(Protocol):
     """One step of the pipeline, built once with the `args` of its config and called for every batch.
 
-    It may have `needs`, a tuple of field names: runs with an experience that lacks one of these fields are dropped and
-    named before the operator runs, unless all runs lack it.
+    It may have `needs`, a tuple of field names of Experience. Before it runs, runs with an experience in which such a
+    field is None are dropped and named in `dropped_by`, unless that is the case for all runs.
 
     It may have `by_task`, true if it looks at one task at a time and returns `GroupMetrics`. If all operators do, a
-    large batch goes through them in parts, twice: for the result, and to write it.
+    large batch goes through them in parts, twice: to compute the result, and to write it.
 
     It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` does. The last
     two and `process` may be coroutines. All methods run on one event loop, in one thread.
@@ -51,8 +51,8 @@ class Operator(Protocol):
     def process(self, experiences: list[Experience]) -> Operated | Awaitable[Operated]:
         """Return the experiences to keep, in order, and metrics (finite numbers).
 
-        `experiences` are all of the batch, possibly none, and may be changed in place. An exception fails the finalize,
-        which can be retried.
+        `experiences` are all experiences of the batch, possibly none, and may be changed in place. If it raises, the
+        batch is not finalized and stays open; another finalize tries again.
         """
         ...
 
@@ -73,15 +73,15 @@ class ExperienceOperatorV1:
     auxiliary_models: Mapping[str, list[Any]]
 
     def set_auxiliary_model(self, auxiliary_models: Mapping[str, list[Any]] | None = None) -> None:
-        """Take the clients of the auxiliary models: by model, a list with an `openai.AsyncOpenAI` per engine.
+        """Store the clients of the auxiliary models: model name -> one `openai.AsyncOpenAI` per engine.
 
-        It is called before `prepare`, and again when engines come or go. A client's `model_path` is the model name for
-        its requests.
+        The pipeline calls this before `prepare`, and again when engines come or go. Requests name the model by the
+        client's `model_path`.
         """
         self.auxiliary_models = auxiliary_models or {}
 
     async def prepare(self) -> None:
-        """Get ready, once, before the first batch; an exception fails that finalize, and the next one retries."""
+        """Get ready for the first batch. The pipeline calls this once, and again if it raised."""
 
     async def process(self, exps: list[Experience]) -> Operated:
         raise NotImplementedError
@@ -118,7 +118,7 @@ class RewardSpreadFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Keep the tasks whose rewards differ enough."""
+        """Keep the tasks whose rewards have a standard deviation above `threshold`."""
         kept: list[Experience] = []
         group_metrics: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
@@ -151,7 +151,7 @@ class DynamicSampling:
         self.metric_key, self.correct_threshold = metric_key, correct_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Keep the tasks with both right and wrong experiences; count those dropped from the other tasks."""
+        """Keep the tasks with both right and wrong experiences, and count the experiences of the other tasks."""
         kept: list[Experience] = []
         all_right_count = all_wrong_count = 0
         for members in group_by(experiences, "task").values():
@@ -174,7 +174,8 @@ class DynamicSampling:
         if self.metric_key in experience.metrics:
             return float(experience.metrics[self.metric_key])
         if experience.reward is None:
-            raise DataError(f"experience {experience.eid} has neither a metric {self.metric_key!r} nor a reward")
+            raise DataError(f"experience {experience.eid} has neither a metric {self.metric_key!r} nor a reward: have "
+                            "its workflow set one of them")
         return experience.reward
 
 
@@ -189,7 +190,7 @@ class MaskTruncated:
     by_task = True
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Set the action mask of truncated responses to false; return all experiences."""
+        """Set the action mask of truncated responses to false, and return all experiences."""
         masked_count = 0
         for experience in experiences:
             if experience.truncate_status == "response_truncated" and experience.action_mask is not None:
@@ -236,15 +237,15 @@ class RewardShaping:
         return kept, aggregate_batch(differences)
 
     def _shaped_reward(self, experience: Experience) -> float | None:
-        """Return the reward after all steps; None if there is none. Raises DataError for a value in `info` that is no
-        number, and for a result that is not finite."""
+        """Return the reward after all steps; None without a reward. Raises DataError if a value in `info` is no number,
+        or the result is not finite."""
         reward = experience.reward
         for key, operation, weight in self.steps:
             if reward is not None and key in experience.info:
                 value = experience.info[key]
                 if not isinstance(value, int | float):
                     raise DataError(f"experience {experience.eid}: info[{key!r}] is {value!r}, expected a number")
-                reward = _apply(operation, reward, weight * value)
+                reward = _apply_operation(operation, reward, weight * value)
         if reward is not None and not math.isfinite(reward):
             raise DataError(f"experience {experience.eid}: its shaped reward is {reward}, expected a finite number")
         return reward
@@ -261,12 +262,12 @@ class InvalidRewardFilter:
 
 
 class Dedup:
-    """`dedup`: keeps the first of equal experiences, by task, run and step.
+    """`dedup`: of equal experiences it keeps the first, in the order of task, run and step.
 
-    Equal are the tokens of prompt and response, the prompt's length, the chosen and rejected tokens of a preference
-    pair, and images or other inputs. `scope="task"` (default) compares the runs of one task, `"batch"` the whole batch.
-    The others' rewards are dropped too: put it after `grpo` if the group's mean should count every run. Metric:
-    `duplicate_count`.
+    Experiences are equal if they have the same tokens of prompt and response, prompt length, chosen and rejected tokens
+    of a preference pair, and images or other inputs. `scope="task"` (default) compares the runs of one task, `"batch"`
+    the whole batch. The rewards of dropped experiences are dropped too, so put it after `grpo` if the group's mean
+    should count every run. Metric: `duplicate_count`.
     """
 
     def __init__(self, scope: Literal["task", "batch"] = "task") -> None:
@@ -276,7 +277,7 @@ class Dedup:
         self.by_task = scope == "task"
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Keep the first experience of each content, within its task or within the batch."""
+        """Keep the first of the experiences with equal content, within a task or within the batch."""
         keys: set[object] = set()
         kept = []
         for experience in experiences:
@@ -299,7 +300,7 @@ class PassRate:
     needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Put each task's mean reward into the `info` of its experiences; return all experiences."""
+        """Put each task's mean reward into the `info` of its experiences, and return all experiences."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(reward_of(e) for e in members) / len(members)
@@ -323,8 +324,8 @@ _RATE_RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _data_juicer(**_: Any) -> Operator:
-    """Raise ConfigError with the alternative to this operator of Trinity-RFT."""
+def _refuse_data_juicer(**_: Any) -> Operator:
+    """Raise ConfigError, which names the alternative to this operator of Trinity-RFT."""
     raise ConfigError(
         "data_juicer is not built in: wrap the Data-Juicer operators that you need in a class of yours, with "
         'process(experiences) -> (experiences, metrics), and name it "module:Class"'
@@ -334,7 +335,7 @@ def _data_juicer(**_: Any) -> Operator:
 OPERATORS: dict[str, Callable[..., Operator]] = {
     "asymre": AsymREAdvantage,
     "dapo_dynamic_sampling": DynamicSampling,
-    "data_juicer": _data_juicer,
+    "data_juicer": _refuse_data_juicer,
     "dedup": Dedup,
     "group_advantage": GroupAdvantage,
     "grpo": GroupAdvantage,
@@ -351,7 +352,7 @@ OPERATORS: dict[str, Callable[..., Operator]] = {
     "step_wise_grpo": StepWiseAdvantage,
     "zero_variance_filter": RewardSpreadFilter,
 }
-"""Operators by their name in the config; there, "module:Class" names an operator of your own."""
+"""Operators by their name in the config. A config may also name a user's own operator, as "module:Class"."""
 
 
 def _content_key(experience: Experience) -> tuple[object, ...]:
@@ -365,8 +366,8 @@ def _content_key(experience: Experience) -> tuple[object, ...]:
     )
 
 
-def _apply(operation: str, reward: float, value: float) -> float:
-    """Return the reward after one operation; a division by zero leaves it as it is."""
+def _apply_operation(operation: str, reward: float, value: float) -> float:
+    """Return the reward after one operation. A division by zero does not change it."""
     match operation:
         case "ADD":
             return reward + value

@@ -1,14 +1,14 @@
-"""Outputs (`buffer.pipeline.outputs`): additional places for the experiences of train batches.
+"""Outputs (`buffer.pipeline.outputs`): additional destinations for the experiences of train batches.
 
 A thread per output follows the log: every finalized train batch and every `process_experiences`, in the log's order. It
 writes the experiences under a key that names the batch and its submission, so a repeated write (after a crash, or by a
-coordinator that was replaced) puts the same bytes in the same place. Each write is recorded (OutputWritten), and after
-a start each output continues after its last one. So a kill -9 leaves all of a batch or nothing, and the next start
-writes the rest.
+coordinator that was replaced) writes the same bytes under the same key. Each write is recorded (OutputWritten), and
+after a start each output continues after its last one. So a kill -9 leaves all of a batch or nothing, and the next
+start writes the rest.
 
 An output that fails never delays a batch, which the trainer gets from the payload store. The output records the error
-(OutputFailed) and retries after pauses that grow; retention keeps the payloads until then. An output skips payloads
-that are gone anyway, and records that too.
+(OutputFailed) and retries after pauses that grow. Retention keeps the payloads until they are written. If payloads are
+lost, the output skips them, and records that too.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from trinity_es.events.values import batch_stream
 __all__ = ["OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
-"""First and longest pause in seconds before a failed output is retried; each pause is twice the one before."""
+"""First and longest pause in seconds before a failed output is retried. Each pause is twice the previous one."""
 _TYPES = ("BatchFinalized", "ExperiencesProcessed")
 _LOG = logging.getLogger("trinity_es.outputs")
 
 
 class Output(Protocol):
-    """Place for experiences, built once with the `args` of its config and called from a thread of its own."""
+    """Destination of experiences, built once with the `args` of its config and called from a thread of its own."""
 
     def write(self, key: str, experiences: ExperienceColumns) -> None:
-        """Store all experiences durably under `key`, which is usable as a file name; an exception causes a retry.
+        """Store all experiences durably under `key`, which is usable as a file name. An exception causes a retry.
 
-        They are columns, and a sequence of Experience for code that iterates.
-        The same key and experiences may come again after a crash and must not be stored twice, so use the key as name.
+        `experiences` are columns; iterating gives each as an Experience. After a crash the same key and experiences may
+        come again and must not be stored twice, so use the key as a name.
         """
 
 
@@ -68,7 +68,7 @@ class _FolderOutput:
         self._folder_is_ready = False
 
     def write(self, key: str, experiences: ExperienceColumns) -> None:
-        """Write the experiences into the file of this key, which appears or is replaced as a whole."""
+        """Write the experiences into the file with this key as its name. The file is created or replaced atomically."""
         data = self.encode(experiences)
         if not self._folder_is_ready:
             make_private_folder(self.folder)
@@ -111,12 +111,12 @@ class ParquetOutput(_FolderOutput):
 
 
 OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": ParquetOutput}
-"""Outputs by their name in the config; there, "module:Class" names an output of your own."""
+"""Outputs by their name in the config. A config may also name a user's own output, as "module:Class"."""
 
 
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
-    """Return the outputs of a config by their names in the log; a second output of one name is `<name>_2`. Raises
-    ConfigError for an unknown name, for wrong arguments and for a class without `write`."""
+    """Build the outputs of a config, and return them by their names in the log. A second output of the same name is
+    `<name>_2`. Raises ConfigError for an unknown name, for wrong arguments, and for a class without `write`."""
     outputs: dict[str, Output] = {}
     seen: Counter[str] = Counter()
     for entry in entries:
@@ -129,7 +129,8 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
             args["path"] = str(Path(run_dir) / args.get("path", f"outputs/{label}"))
         output = build("output", name, args, OUTPUTS, "a class with write(key, experiences)")
         if not callable(getattr(output, "write", None)):
-            raise ConfigError(f"output {name} has no method write(key, experiences)", output=name)
+            raise ConfigError(f"output {name} has no method write(key, experiences): define it, or name another class",
+                              output=name)
         outputs[label] = output
     return outputs
 
@@ -146,16 +147,16 @@ class Outputs:
         self._followers = [_Follower(name, output, live, payloads, post) for name, output in outputs.items()]
 
     def wake(self) -> None:
-        """Have each output write the new deliveries of the log."""
+        """Wake the threads of all outputs, which then write the new deliveries in the log."""
         for follower in self._followers:
             follower.wake()
 
     def is_busy(self) -> bool:
-        """Return True if an output is writing now; one that waits to retry is not."""
+        """Return True if an output is writing now. An output that waits to retry is not busy."""
         return any(f.is_busy() for f in self._followers)
 
     def position(self) -> float:
-        """Return the position up to which all outputs have written; infinite without outputs. For any thread."""
+        """Return the log position up to which all outputs have written; infinite without outputs. For any thread."""
         return min((f.position for f in self._followers), default=float("inf"))
 
     def status(self) -> list[dict[str, Any]]:
@@ -173,9 +174,9 @@ class _Follower:
         self.name, self._output, self._live, self._payloads, self._post = name, output, live, payloads, post
         self._log: EventLog = live.log
         self.position = 0
-        """Position in the log up to which it has written everything."""
+        """Position in the log up to which the output has written everything."""
         self.error: str | None = None
-        """Error of the last try, after which it pauses; None if it succeeded."""
+        """Error of the last attempt, after which the thread pauses; None if it succeeded."""
         self._wake_up, self._is_working = threading.Event(), False
         threading.Thread(target=self._run, name=f"output-{name}", daemon=True).start()
 
@@ -187,7 +188,7 @@ class _Follower:
         return self._is_working or (self._wake_up.is_set() and self.error is None)
 
     def _run(self) -> None:
-        """Write the new deliveries whenever the thread is woken, and after a pause that grows if a try failed."""
+        """Write the new deliveries whenever the thread is woken. After a failure, retry after pauses that grow."""
         position_is_known, pause = False, FIRST_PAUSE
         while True:
             self._wake_up.wait(None if self.error is None else pause)
@@ -219,7 +220,7 @@ class _Follower:
         return position
 
     def _catch_up(self) -> None:
-        """Write each delivery that the log has behind this output's position."""
+        """Write each delivery in the log after this output's position."""
         until = self._log.head().position
         for recorded in self._log.read(types=_TYPES, after=self.position, until=until):
             self._write(recorded)
@@ -227,7 +228,7 @@ class _Follower:
         self.position = max(self.position, until)
 
     def _write(self, recorded: Recorded) -> None:
-        """Write a delivery and record that; skip it if its payloads are gone. Raises what the output does."""
+        """Write a delivery and record that, or skip it if its payloads are lost. Raises the errors of the output."""
         delivery = self._delivery(recorded)
         if delivery is None:
             return
@@ -237,10 +238,10 @@ class _Follower:
             self._output.write(key, experiences)
         except (PayloadNotFound, CorruptPayload) as e:  # a retry would fail too
             _LOG.warning("output %s skips %s: %s", self.name, key, e)
-            self._record(self._failure(key, recorded.position, e, retry=False))
+            self._record(self._failure_event(key, recorded.position, e, retry=False))
         except Exception as e:
             if self.error != f"{type(e).__name__}: {e}":  # record it once, not at every try
-                self._record(self._failure(key, recorded.position, e, retry=True))
+                self._record(self._failure_event(key, recorded.position, e, retry=True))
             raise
         else:
             self._record(ev.OutputWritten(
@@ -248,7 +249,7 @@ class _Follower:
             ))
 
     def _delivery(self, recorded: Recorded) -> tuple[str, Sequence[ev.PayloadRef]] | None:
-        """Return the key and the payloads to write; None for an eval."""
+        """Return the key and the payloads of a delivery; None for an eval, which has none."""
         event = recorded.event
         if isinstance(event, ev.ExperiencesProcessed):
             return f"processed-{quote(event.request, safe='') or recorded.position}", event.experiences
@@ -266,7 +267,7 @@ class _Follower:
         return f"step-{name}-{quote(submission, safe='') or recorded.position}", event.experiences
 
     def _record(self, event: ev.Event) -> None:
-        """Have the actor's loop record an event, and wait until it is durable. Raises LogError if it fails."""
+        """Have the actor's loop record an event, and wait until it is durable. Raises LogError if that fails."""
         is_recorded: Future[bool] = Future()
 
         def record() -> None:
@@ -283,7 +284,7 @@ class _Follower:
         if not is_recorded.result():
             raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded")
 
-    def _failure(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
-        """Return the event of a failed write, with at most 2,000 characters of its error."""
+    def _failure_event(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
+        """Return the event that a write failed, with at most 2,000 characters of the error."""
         text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
         return ev.OutputFailed(output=self.name, key=key, position=position, error=text, retry=retry)

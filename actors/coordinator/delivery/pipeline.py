@@ -1,12 +1,12 @@
-"""The experience pipeline: the config's operators (shaped rewards, advantages, filters) between runners and trainer.
+"""The experience pipeline, which takes the experiences of a batch through the operators of the config.
 
 The coordinator runs it while a train batch is finalized; it neither reads nor writes payloads. After a failure it runs
 again from the payloads, so operators may change experiences in place, and should be deterministic. Operators may be
 coroutines: one event loop in the pipeline's thread runs them one after the other.
 
 Experiences are checked before the first and after every operator. Runs with a number that is not finite are dropped and
-named like those that an operator drops, so one run does not cost the batch. An operator that returns anything but
-experiences (`Experience.validate`), or no finite one, fails with its name in the error.
+named in `dropped_by`, so that one bad run does not fail the batch. If an operator returns anything but valid
+experiences (`Experience.validate`), or no finite ones, the pipeline fails with an error that names the operator.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["Pipeline", "PipelineResult", "ProcessedPart", "StalenessLimit"]
 
 _PREFIX: Final = "experience_pipeline"
 UNUSABLE: Final = "unusable"
-"""Name in `dropped_by`, beside those of operators, for experiences that were not finite when they came."""
+"""Cause in `dropped_by` for runs with a number that was not finite before the first operator."""
 TOO_OLD: Final = "max_staleness"
-"""Name in `dropped_by` for experiences older than the `StalenessLimit`."""
+"""Cause in `dropped_by` for experiences older than the `StalenessLimit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class PipelineResult:
     dropped: int = 0
     """Number of experiences that went in and did not come out."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
-    """`eid.uid` of the dropped experiences by operator, UNUSABLE or TOO_OLD; those that dropped none are left out."""
+    """Cause (an operator's name, UNUSABLE or TOO_OLD) -> `eid.uid` of the experiences that it dropped."""
 
 
 @dataclass(slots=True)
 class ProcessedPart:
-    """What the operators made of a part of a batch, or of all of it."""
+    """Result of the operators for a part of a batch, or for all of it."""
 
     experiences: list[Experience]
     dropped_by: dict[str, list[str]]
@@ -84,7 +84,7 @@ class ProcessedPart:
 
 
 class Pipeline:
-    """Operators that a config lists, made and ready to process the experiences of a batch."""
+    """The operators of a config, built and ready to process the experiences of a batch."""
 
     def __init__(
         self, operators: Iterable[Mapping[str, Any]] = (), models: Callable[[], Mapping[str, list[Any]]] = dict
@@ -103,7 +103,7 @@ class Pipeline:
             seen[label] += 1
             if seen[label] > 1:
                 label = f"{label}_{seen[label]}"
-            self._operators.append((label, _build(name, entry.get("args") or {})))
+            self._operators.append((label, _build_operator(name, entry.get("args") or {})))
         self._models = models
         self._passed_models: dict[str, Mapping[str, list[Any]]] = {}
         self._prepared: set[str] = set()
@@ -112,20 +112,20 @@ class Pipeline:
     def run(
         self, experiences: list[Experience], clock: Callable[[], float], limit: StalenessLimit | None = None
     ) -> PipelineResult:
-        """Take a batch's experiences that `limit` allows through all operators; `clock` returns seconds.
+        """Run all operators on the experiences of a batch that `limit` allows. `clock` returns seconds.
 
         Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` if it dropped some, `time/total`,
         `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`; none without experiences.
-        If two operators use one metric's name, the later one's is `<operator>/<name>`; a second operator of the same
-        name is `<operator>_2`. Runs in which a field that an operator `needs` is None are dropped before it.
+        If two operators have a metric of the same name, the later one's is `<operator>/<name>`. A second operator of
+        the same name is `<operator>_2`. Runs in which a field that an operator `needs` is None are dropped before it.
 
-        Raises PipelineError, which names the operator, if it raises, returns anything but experiences and finite
-        metrics, or leaves an experience of a wrong shape, or none that is finite.
+        Raises PipelineError, which names the operator, if an operator raises, returns anything but experiences and
+        finite metrics, or returns an experience of a wrong shape, or none that is finite.
         """
         if not experiences:
             return PipelineResult([], {})
         passed = self.process(experiences, clock, limit)
-        return self.joined([passed], passed.experiences)
+        return self.join_parts([passed], passed.experiences)
 
     @property
     def by_task(self) -> bool:
@@ -136,9 +136,9 @@ class Pipeline:
         self, experiences: list[Experience], clock: Callable[[], float], limit: StalenessLimit | None = None, *,
         is_part: bool = False,
     ) -> ProcessedPart:
-        """Take a batch's experiences, or with `is_part` those of some of its tasks, through all operators.
+        """Run all operators on the experiences of a batch, or with `is_part` on those of some of its tasks.
 
-        Otherwise as `run`. A part also fails if none of its runs has a field that an operator `needs`, since runs of
+        Works like `run`. A part also fails if none of its runs has a field that an operator `needs`, since runs of
         other parts may have it.
         """
         incoming = remaining = Counter(e.eid.uid for e in experiences)
@@ -154,7 +154,7 @@ class Pipeline:
         began = clock()
         for label, operator in self._operators:
             start = clock()
-            experiences, operator_metrics = self._operate(label, operator, experiences, is_part)
+            experiences, operator_metrics = self._run_operator(label, operator, experiences, is_part)
             part.metrics.append(operator_metrics)
             after = Counter(e.eid.uid for e in experiences)
             if lost := remaining - after:
@@ -166,24 +166,24 @@ class Pipeline:
         part.experiences, part.selected = experiences, len(experiences)
         return part
 
-    def _operate(self, label: str, operator: Operator, experiences: list[Experience], is_part: bool) -> Operated:
-        """Return what an operator makes of these experiences. Raises PipelineError."""
+    def _run_operator(self, label: str, operator: Operator, experiences: list[Experience], is_part: bool) -> Operated:
+        """Run one operator, and return its experiences and metrics. Raises PipelineError."""
         eligible, error = _without_bad_runs(experiences, partial(_require_fields, getattr(operator, "needs", ())))
         try:
             if is_part and error is not None and not eligible:
                 raise error
             self._prepare(label, operator)
             # If all runs lack what it needs, the operator raises its own error.
-            returned = self._completed(operator.process(eligible or experiences))
+            returned = self._await_result(operator.process(eligible or experiences))
         except Exception as e:  # operators are users' code
             raise PipelineError(
                 f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
                 operator=label, cause=type(e).__name__,
             ) from e
-        return _checked(label, returned)
+        return _check_result(label, returned)
 
-    def joined(self, parts: Sequence[ProcessedPart], experiences: list[Experience]) -> PipelineResult:
-        """Return the result of a batch that was processed in these parts; `experiences` are those that it delivers."""
+    def join_parts(self, parts: Sequence[ProcessedPart], experiences: list[Experience]) -> PipelineResult:
+        """Return the result of a batch that was processed in these parts. `experiences` are all that it delivers."""
         metrics: dict[str, float] = {}
         counts: dict[str, float] = {}
         dropped_by = {}
@@ -212,14 +212,14 @@ class Pipeline:
         return any(label in self._prepared and hasattr(operator, "close") for label, operator in self._operators)
 
     def close(self) -> list[str]:
-        """Close the prepared operators in `run`'s thread; return an error message for each that failed."""
+        """Close the prepared operators, and return an error text for each that failed. Call it in `run`'s thread."""
         problems = []
         for label, operator in self._operators:
             close = getattr(operator, "close", None)
             if label not in self._prepared or not callable(close):
                 continue
             try:
-                self._completed(close())
+                self._await_result(close())
             except Exception as e:  # operators are users' code
                 problems.append(f"operator {label} could not be closed: {type(e).__name__}: {e}")
         self._prepared.clear()
@@ -239,11 +239,11 @@ class Pipeline:
         if label not in self._prepared:
             prepare = getattr(operator, "prepare", None)
             if callable(prepare):
-                self._completed(prepare())
+                self._await_result(prepare())
             self._prepared.add(label)
 
-    def _completed(self, returned: Any) -> Any:
-        """Return an operator's result, after awaiting it if it is a coroutine."""
+    def _await_result(self, returned: Any) -> Any:
+        """Return what an operator's method returned. If that is awaitable, await it first."""
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
@@ -256,14 +256,14 @@ class Pipeline:
 
 
 def _joined_metrics(label: str, parts: list[dict[str, float]]) -> dict[str, float]:
-    """Return an operator's metrics over all parts. Raises PipelineError if they can't be joined."""
+    """Return an operator's metrics over all parts of a batch. Raises PipelineError if they can't be joined."""
     if len(parts) == 1:
         return parts[0]
     joinable = [part for part in parts if isinstance(part, GroupMetrics)]
     if len(joinable) < len(parts):
-        raise PipelineError(f"operator {label} of the experience pipeline works by task, but returned no GroupMetrics",
-                            operator=label)
-    return GroupMetrics.joined(joinable)
+        raise PipelineError(f"operator {label} of the experience pipeline has by_task, but returned no GroupMetrics: "
+                            "return them, or remove by_task", operator=label)
+    return GroupMetrics.join(joinable)
 
 
 def _require_fields(names: Iterable[str], experience: Experience) -> None:
@@ -276,7 +276,7 @@ def _require_fields(names: Iterable[str], experience: Experience) -> None:
 def _without_bad_runs(
     experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
 ) -> tuple[list[Experience], DataError | None]:
-    """Drop all experiences of runs for which `check` raises `error`; return the rest and the first such error."""
+    """Return the experiences without the runs for which `check` raises `error`, and the first such error, if any."""
     first_error: DataError | None = None
     bad_run_ids: set[str] = set()
     for experience in experiences:
@@ -292,7 +292,7 @@ def _without_bad_runs(
 
 # --- building and checking ------------------------------------------------------------------------------------------
 def _entry_name(entry: Mapping[str, Any]) -> str:
-    """Return the name in an operator's config. Raises ConfigError if there is none, or a key beside name and args."""
+    """Return the name in an operator's config. Raises ConfigError without a name, or for keys besides name and args."""
     unknown_keys = entry.keys() - {"name", "args"}
     name = entry.get("name")
     if unknown_keys or not isinstance(name, str):
@@ -300,19 +300,20 @@ def _entry_name(entry: Mapping[str, Any]) -> str:
     return name
 
 
-def _build(name: str, args: Mapping[str, Any]) -> Operator:
-    """Return a new operator. Raises ConfigError."""
+def _build_operator(name: str, args: Mapping[str, Any]) -> Operator:
+    """Build and return an operator. Raises ConfigError."""
     operator: Operator = build(
         "operator", name, args, OPERATORS, "a class with process(experiences) -> (experiences, metrics)"
     )
     process = getattr(operator, "process", None)
     if not callable(process):
-        raise ConfigError(f"operator {name} has no method process(experiences)", operator=name)
+        raise ConfigError(f"operator {name} has no method process(experiences): define it, or name another class",
+                          operator=name)
     return operator
 
 
-def _checked(label: str, returned: Any) -> Operated:
-    """Return an operator's experiences and metrics. Raises PipelineError if it returned anything else."""
+def _check_result(label: str, returned: Any) -> Operated:
+    """Return an operator's finite experiences and its metrics. Raises PipelineError if it returned anything else."""
 
     def operator_error(problem: str, **details: Any) -> PipelineError:
         return PipelineError(f"operator {label} of the experience pipeline {problem}", operator=label, **details)

@@ -1,10 +1,10 @@
-"""Retention (`store.retention`): deletes the payloads of batches that were trained long enough ago.
+"""Retention (`store.retention`), which deletes the payloads of batches that were trained long enough ago.
 
-A batch's experiences are freed once it and `keep` later steps were acknowledged and the outputs have written them.
-Those of an aborted batch, or of one that a scheduler collected, are freed once `keep` steps were acknowledged since.
-Events and tasks stay. Payloads are named by their content, so a payload that another kept batch refers to stays too.
+A batch's experiences are deleted once it and `keep` later steps were acknowledged and the outputs have written them.
+For an aborted batch, or a finished batch of a scheduler, `keep` steps must have been acknowledged since its end. Events
+and tasks stay. Payloads are named by their content, so a payload that another kept batch refers to stays too.
 
-A thread runs after each acknowledgement and at a start. It selects batches, has the actor's loop record PayloadsFreed
+A thread runs after each acknowledgement and at a start. It selects batches, has the actor's loop record PayloadsFreed,
 and deletes once that is durable, so the log explains every missing payload. If the process ends in between, the next
 coordinator deletes the payloads of the last event; therefore events come one at a time.
 """
@@ -47,17 +47,17 @@ class _BatchRow:
     trained_step: int | None
     first_position: int
     last_position: int
-    """Positions of the first and last event of its stream."""
+    """Position of the last event of the batch's stream; `first_position` is that of the first."""
 
 
 class Retention:
-    """Deleter of payloads for one coordinator; without `keep` it deletes nothing."""
+    """Thread that deletes payloads for one coordinator. Without `keep` there is none."""
 
     def __init__(
         self, keep: int | None, live: LiveState, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
         written_position: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Start the thread that deletes payloads; with `keep` None there is none, and all payloads stay.
+        """Start the thread, unless `keep` (a number of steps) is None; then all payloads stay.
 
         `post` runs a callable in the actor's loop, which alone may change `live`. `written_position` returns the
         position in the log up to which the outputs have written everything.
@@ -67,17 +67,17 @@ class Retention:
         self._log = live.log
         self._wake_up = threading.Event()
         self._digests: dict[str, tuple[int, frozenset[str]]] = {}
-        """Position up to which each kept batch's stream was read, and its digests."""
+        """Stream of a kept batch -> position up to which it was read, and the digests in it."""
         if keep is not None:
             threading.Thread(target=self._run, name="retention", daemon=True).start()
 
     def wake(self) -> None:
-        """Have the thread free the payloads that can go."""
+        """Have the thread delete the payloads that are no longer kept."""
         self._wake_up.set()
 
     # --- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Free what can go whenever the thread is woken, at first what an earlier coordinator did not finish."""
+        """Delete payloads whenever the thread is woken. First finish the last deletion of an earlier coordinator."""
         last_deletion_finished = False
         while True:
             self._wake_up.wait()
@@ -86,7 +86,7 @@ class Retention:
                 if not last_deletion_finished:
                     self._finish_last_deletion()
                     last_deletion_finished = True
-                while self._free():
+                while self._delete_next_group():
                     pass
             except LogError as e:  # for instance the database is away: the next acknowledgement retries
                 _LOG.warning("nothing was freed: %s", e)
@@ -94,7 +94,7 @@ class Retention:
                 _LOG.exception("nothing was freed")
 
     def _kept_rows(self) -> dict[str, _BatchRow]:
-        """Return the row of each batch that was not freed since it was submitted, by its stream."""
+        """Return stream -> row for each batch whose payloads were not deleted since it was submitted."""
         c = read_models.batches.c
         query = select(c.stream, c.batch_id, c.batch_type, c.state, c.trained_step, c.first_position, c.last_position)
         with self._log.engine.connect() as connection:
@@ -102,8 +102,8 @@ class Retention:
         freed_at = freed_positions(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         return {stream: row for stream, row in rows.items() if freed_at.get(stream, 0) < row.first_position}
 
-    def _free(self) -> bool:
-        """Free one group of batches; return False if there is none, or the event was not recorded."""
+    def _delete_next_group(self) -> bool:
+        """Delete the payloads of a group of batches. Returns False if there is none, or the event was not recorded."""
         kept = self._kept_rows()
         streams = self._candidates(kept)
         if not streams:
@@ -120,7 +120,7 @@ class Retention:
         return True
 
     def _candidates(self, kept: dict[str, _BatchRow]) -> list[str]:
-        """Return the streams of batches that can be freed now, the oldest first."""
+        """Return the streams of batches whose payloads can be deleted now, the oldest first."""
         assert self._keep is not None
         acknowledged: dict[int, int] = {}
         for row in kept.values():
@@ -150,7 +150,7 @@ class Retention:
         return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
     def _unshared_digests(self, streams: list[str], kept: dict[str, _BatchRow]) -> set[str]:
-        """Return the digests to which only these batches refer."""
+        """Return the digests to which only the batches of these streams refer."""
         for stream in self._digests.keys() - kept.keys():
             del self._digests[stream]
         for stream, row in kept.items():
@@ -163,7 +163,7 @@ class Retention:
         return own - used_elsewhere
 
     def _update_digests(self, stream: str, until: int) -> None:
-        """Add the digests of a batch's events up to the position `until` to those read before."""
+        """Read a batch's stream on, up to the position `until`, and add the digests in it to `_digests`."""
         position, digests = self._digests.get(stream, (0, frozenset[str]()))
         if position < until:
             self._digests[stream] = (until, digests | experience_digests(
@@ -171,10 +171,8 @@ class Retention:
             ))
 
     def _finish_last_deletion(self) -> None:
-        """Delete the payloads that the last PayloadsFreed names, except those that other batches use.
-
-        The coordinator that recorded this event may have ended before it deleted them.
-        """
+        """Delete the payloads that the last PayloadsFreed names, except those that other batches use. The coordinator
+        that recorded this event may have ended before it deleted them."""
         last = self._log.last(EXPERIENCES, "PayloadsFreed")
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
             kept = self._kept_rows()
@@ -187,7 +185,7 @@ class Retention:
 
     # --- the actor's loop -------------------------------------------------------------------------------------------
     def _record(self, event: ev.PayloadsFreed, is_recorded: Future[bool]) -> None:
-        """Record the event in this turn, unless a batch of it was submitted again; set the result for the thread."""
+        """Record the event, unless one of its batches was submitted again. Sets `is_recorded` for the thread."""
         if any(batch_id in self._live.batches for batch_id in event.batches):
             is_recorded.set_result(False)
             return

@@ -1,6 +1,6 @@
 """Coordinator's side of loading LoRA adapters into the runners.
 
-An order lists all adapters that an engine must serve, so a lost or repeated one does no harm. Engines answer requests
+An order lists all adapters that an engine must serve, so a lost or repeated order does no harm. Engines answer requests
 while they load an adapter, and a request keeps its version to the end. A new runner gets no unit before it has all
 adapters.
 """
@@ -23,7 +23,7 @@ from trinity_es.projections.runner import RunnerState
 __all__ = ["AdapterLoading"]
 
 ORDER_LOST_SECONDS = 10.0
-"""Time in which a runner answers an order; then it is sent again."""
+"""Time after which an unanswered order is sent again."""
 MOST_DOUBLINGS = 6
 """Maximum number of times that the pause before a retry doubles: up to ten minutes."""
 
@@ -35,16 +35,16 @@ class AdapterLoading:
         """`room` is the number of adapters that engines can hold; `models` are names that adapters may not have."""
         self.registry, self.live, self.room, self.models = registry, registry.live, room, models
         self.waiters: dict[Awaited, tuple[str, int]] = {}
-        """Waits for all runners to load an adapter, with its name and version."""
+        """Wait for all runners to load an adapter -> name and version of the adapter."""
         self._order_number = int(registry.sender.now() * 1e6)  # higher than the numbers of an earlier coordinator
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner load the adapters that its status lacks; it fails if there are more than engines can hold."""
+        """Have a runner load the adapters that its status lacks. It fails if there are more than engines can hold."""
         if runner.life.model != "rollout":
             return
         runner.adapters = dict(message.adapters)
-        excess = adapters.excess(self.live.adapters, self.room)
+        excess = adapters.excess_error(self.live.adapters, self.room)
         if excess and not runner.has_adapters:
             if runner.state is RunnerState.READY:
                 failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess)
@@ -59,8 +59,8 @@ class AdapterLoading:
                 self.order(runner)
         self._end_waits(runner.name, runner.adapters)
 
-    def lacks(self, message: RunnerStatus) -> str:
-        """Return which adapters a failed life with a ready engine lacks, so that it stays failed; empty if none."""
+    def failure_reason(self, message: RunnerStatus) -> str:
+        """Return which adapters a failed runner with a ready engine lacks, so that it stays failed; "" if none."""
         life = self.live.lives.get((message.name, message.incarnation))
         if message.state != "ready" or message.model != "rollout" or life is None:
             return ""
@@ -68,38 +68,38 @@ class AdapterLoading:
         had_all = runner is not None and runner.incarnation == message.incarnation and runner.has_adapters
         if life.state is not RunnerState.FAILED or had_all:
             return ""
-        return adapters.lacks(self.live.adapters, message.adapters, self.room)
+        return adapters.missing_error(self.live.adapters, message.adapters, self.room)
 
     def on_death(self, name: str) -> None:
-        """Stop waiting for a runner whose life ended."""
+        """Stop waiting for a runner whose process ended."""
         for awaited in self.waiters:
-            awaited.done(name)
+            awaited.mark_done(name)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> Awaited:
-        """Publish a version and have every runner load it; return the wait for that. Raises SyncError."""
+        """Publish a version and order every runner to load it. Returns the wait until all have. Raises SyncError."""
         self.live.record(*adapters.publish(self.live.adapters, new, self.room, self.models))
         awaited = Awaited(
             f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners "
             "keep the version that they had",
-            {r.name for r in self.registry.up() if r.adapters.get(new.adapter) != new.version},
+            {r.name for r in self.registry.up_runners() if r.adapters.get(new.adapter) != new.version},
         )
         self.waiters[awaited] = new.adapter, new.version
         self._order_all()
         return awaited
 
     def remove(self, name: str) -> None:
-        """Remove an adapter from every runner; waits for it end with an error. Raises SyncError for an unknown one."""
+        """Remove an adapter from every runner, and end the waits for it with an error. Raises SyncError if unknown."""
         self.live.record(*adapters.remove(self.live.adapters, name))
         for awaited, (adapter, _) in self.waiters.items():
             if adapter == name:
                 for runner in list(awaited.waiting_on):
-                    awaited.done(runner, "the adapter was removed")
+                    awaited.mark_done(runner, "the adapter was removed")
         self._order_all()
 
     def _order_all(self) -> None:
         """Send every runner the current adapters at once, without the pause after earlier failures."""
-        for runner in self.registry.rollout():
+        for runner in self.registry.rollout_runners():
             runner.adapters_failures = 0
             if runner.up:
                 self.order(runner)
@@ -121,8 +121,8 @@ class AdapterLoading:
         if runner is None or runner.incarnation != message.incarnation:
             return
         message = replace(message, errors=[(a, version, clean_text(error)) for a, version, error in message.errors])
-        excused = adapters.excused(message, self.live.loaded_adapters)
-        self.live.record(*adapters.load_result(
+        excused = adapters.excused_adapters(message, self.live.loaded_adapters)
+        self.live.record(*adapters.apply_load_result(
             runner.life, message, self.live.adapters, self.live.loaded_adapters, had_all=runner.has_adapters
         ))
         runner.adapters = dict(message.adapters)
@@ -138,11 +138,11 @@ class AdapterLoading:
     def _end_waits(
         self, runner: str, versions: Mapping[str, int], errors: Mapping[tuple[str, int], str] = MappingProxyType({})
     ) -> None:
-        """Stop waiting for a runner that serves the awaited version of an adapter, or could not load it. `versions` has
-        the version of each adapter that it serves, `errors` those that it could not load."""
+        """End the waits for a runner that serves the awaited version of an adapter, or could not load it. `versions`
+        has the adapters that it serves, `errors` those that it could not load."""
         for awaited, (adapter, version) in self.waiters.items():
             error = errors.get((adapter, version))
             if versions.get(adapter, -1) >= version:
-                awaited.done(runner)
+                awaited.mark_done(runner)
             elif error is not None:
-                awaited.done(runner, error)
+                awaited.mark_done(runner, error)

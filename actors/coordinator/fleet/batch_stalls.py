@@ -1,8 +1,8 @@
-"""Detection of stalls: open batches without a new event for too long, recorded with what they wait for.
+"""Detection of stalls: open batches that had no new event for too long. An event records what such a batch waits for.
 
 `check` runs every few seconds and reads memory only. A new version of a batch's stream shows progress, so times are
 late by one check at most. A stall is recorded once, and again when its cause changes. A batch that waits only for its
-trainer is no stall.
+trainer is not stalled.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class _Watched:
 
     submission: str
     version: int = 0
-    """Version of its stream."""
+    """Version of the batch's stream."""
     moved_at: float = 0.0
-    """When it last made progress, unix seconds."""
+    """Time of the batch's last progress, in unix seconds."""
     flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
-    """When a unit was first seen with a runner, by unit, attempt, runner and incarnation."""
+    """(unit, attempt, runner, incarnation) -> unix seconds at which this was first seen."""
     cause: tuple[object, ...] | None = None
-    """Recorded cause since the batch's last progress."""
+    """Cause of the stall that was last recorded since the batch's last progress."""
 
 
 class Stalls:
@@ -43,10 +43,8 @@ class Stalls:
         self, live: LiveState, registry: RunnerRegistry, stall_seconds: float, clock: Callable[[], float], *,
         attempt_timeout: float | None = None, sequential: bool = False,
     ) -> None:
-        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds.
-
-        `attempt_timeout` is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other.
-        """
+        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds. `attempt_timeout`
+        is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other."""
         self.live, self.registry, self.stall_seconds, self.clock = live, registry, stall_seconds, clock
         self.attempt_timeout, self.sequential = attempt_timeout, sequential
         self._watched: dict[BatchId, _Watched] = {}
@@ -73,7 +71,7 @@ class Stalls:
             watched.cause, watched.version = cause, batch.version  # this event is no progress
 
     def _note_changes(self, batch: BatchState, now: float) -> None:
-        """Note whether the batch has new events since the last check, and which units it has with runners."""
+        """If the batch has new events since the last check, note its progress and its units in flight."""
         watched = self._watched.get(batch.batch_id)
         if watched is None or watched.submission != batch.submission:
             watched = self._watched[batch.batch_id] = _Watched(batch.submission)
@@ -84,7 +82,7 @@ class Stalls:
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
 
     def _snapshot(self) -> SystemSnapshot:
-        """Return the state of the system from which `why` explains what a batch waits for."""
+        """Return the state of the system, the input of `why`."""
         fleet = self.registry.runners.values()
         unit_seconds = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         batches = {

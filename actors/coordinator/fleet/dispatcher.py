@@ -8,7 +8,7 @@ from functools import partial
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.message_sizes import grouped
+from trinity_es.actors.message_sizes import split_by_size
 from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.checks.log_end import Mark
@@ -16,60 +16,60 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.runner import RunnerState
 
-__all__ = ["Dispatcher", "ahead"]
+__all__ = ["Dispatcher", "units_ahead"]
 
 AHEAD_SECONDS = 0.1
-"""Time that the units beyond a runner's places keep it busy while its outcomes travel (Little's law)."""
+"""Units wait in a runner to keep it busy for this time, while its outcomes travel (Little's law)."""
 MAX_AHEAD_PER_PLACE = 32
-"""Maximum number of these units per place of the runner."""
+"""Maximum number of units that wait in a runner, per place (a unit that it runs at once)."""
 REST_SECONDS = 30.0
-"""Time without units for a host that lacks what a unit needed: failing at once, it would attract all units."""
+"""Time without units for a host that lacks something that a unit needs. It fails at once, so it would get all units."""
 
 
-def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return how many units may wait in a runner: none if units are long, so no runner hoards the last. `unit_seconds`
-    is the mean duration of its units; None before the first."""
+def units_ahead(places: int, unit_seconds: float | None) -> int:
+    """Return how many units may wait in a runner that runs `places` units at once. It is 0 for long units, so that no
+    runner hoards the last ones. `unit_seconds` is the mean duration of its units; None before the first."""
     if unit_seconds is None:
         return 0
     return int(places * min(MAX_AHEAD_PER_PLACE, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
 
 
 class Dispatcher:
-    """Sender of units to runners; each is sent once its dispatch is durable."""
+    """Sender of units to runners. A unit is sent once the event of its dispatch is durable."""
 
     def __init__(
         self, registry: RunnerRegistry, timeout: Callable[[], float] = lambda: 0.0,
         log_end: Callable[[], Mark | None] = lambda: None,
         must_wait: Callable[[BatchState, tuple[int, int]], bool] = lambda batch, key: False,
     ) -> None:
-        """`timeout` returns the seconds that an attempt may take if dispatched now, 0 for explorer.max_timeout.
+        """`timeout` returns the seconds that an attempt dispatched now may take; 0 means explorer.max_timeout.
 
-        `log_end` returns the current end of the log. `must_wait` returns True for a unit that waits for the journal of
-        its lost attempt.
+        `log_end` returns the current end of the log. `must_wait` returns True for a lost unit while the journal of its
+        attempt is being read.
         """
         self.registry, self.live = registry, registry.live
         self._timeout, self._log_end, self._must_wait = timeout, log_end, must_wait
         self._acks: dict[str, dict[int, None]] = {}
-        """Numbers of the groups of outcomes to acknowledge, by runner."""
+        """Runner -> numbers of its OutcomeReports to acknowledge."""
         self._room = Room(fits=self._may_get_units)
         self._rests_until: dict[str, float] = {}
-        """When each resting host gets units again, monotonic seconds."""
+        """Host -> monotonic seconds until which it gets no units."""
 
-    def rest(self, host: str) -> None:
+    def rest_host(self, host: str) -> None:
         """Give no units to a host for REST_SECONDS, because it lacks something that a unit needs."""
         self._rests_until[host] = self.registry.sender.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
-        """Acknowledge a group of a runner's outcomes with the next message to it."""
+        """Acknowledge the OutcomeReport with this number in the next message to the runner."""
         self._acks.setdefault(runner, {})[number] = None
 
     def forget(self) -> None:
-        """Forget the outcomes to acknowledge, which may not be in the log, and all runners."""
+        """Drop the pending acknowledgements, whose outcomes may not be in the log, and all runners."""
         self._acks = {}
         self._room = Room(fits=self._may_get_units)
 
     def dispatch(self) -> None:
-        """Send the units that can run now, and the acknowledgements of outcomes."""
+        """Give waiting units to runners, and send them with the pending acknowledgements."""
         acks, self._acks = self._acks, {}
         assignments: dict[str, list[UnitAssignment]] = {}
         batches = self.live.batches.values()
@@ -84,7 +84,7 @@ class Dispatcher:
             self._send_work(self.registry.runners[name], assignments.get(name, []), tuple(acks.get(name, {})))
 
     def _update_room(self) -> None:
-        """Take over the load and the limit of the runners that changed, and of those whose host has rested."""
+        """Update the load and the limit of the runners that changed, and of runners on hosts whose rest is over."""
         changed_runners, self.live.in_flight.changed_runners = self.live.in_flight.changed_runners, {}
         for host in [h for h, until in self._rests_until.items() if until <= self.registry.sender.now()]:
             del self._rests_until[host]
@@ -97,17 +97,17 @@ class Dispatcher:
             self._room.put(Capacity(
                 name=name, incarnation=runner.incarnation, model_version=runner.model_version,
                 places=runner.life.places, load=self.live.in_flight.loads.get((name, runner.incarnation), 0),
-                limit=runner.life.places + ahead(runner.life.places, runner.unit_seconds),
+                limit=runner.life.places + units_ahead(runner.life.places, runner.unit_seconds),
             ))
 
     def _may_get_units(self, capacity: Capacity) -> bool:
-        """Return True if nothing keeps a runner from units now; whatever ends the obstacle marks it as changed."""
+        """Return True unless a runner loads weights, lacks adapters, is leaving, or its host is at rest."""
         runner = self.registry.runners[capacity.name]
         is_free = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
         return is_free and host_of(capacity.name) not in self._rests_until
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Send again the units that the log assigns to this runner and that its status lacks, since they were lost."""
+        """Send again the units that the log assigns to a runner and that its status lacks. Their message was lost."""
         assignments = []
         reported = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
@@ -120,14 +120,14 @@ class Dispatcher:
             self._send_work(runner, assignments, ())
 
     def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Cancel units that this runner still runs for an ended batch, since the earlier message was lost."""
+        """Cancel the units that a runner still runs for an ended batch. The earlier message to cancel them was lost."""
         for batch_id, submission, units in message.running:
             batch = self.live.batches.get(batch_id)
             if batch is None or batch.submission != submission:
                 keys = [(task, base) for task, base, _ in units]
                 self.registry.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
 
-    def revoke(self, batch: BatchState) -> None:
+    def cancel_units(self, batch: BatchState) -> None:
         """Cancel the units in flight of this batch."""
         keys_by_life: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for key, flight in batch.flights.items():
@@ -139,7 +139,7 @@ class Dispatcher:
                 self.registry.send_later(runner.address, cancel)
 
     def _assignment(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
-        """Return a unit in flight as it is sent to its runner, with the payload of what earlier attempts kept."""
+        """Return a unit in flight with its task, and with the digest of what earlier attempts kept, for its runner."""
         task = self.live.task(batch, unit.task)
         keep_experiences = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
         kept = batch.flights[unit.task, unit.run_id_base].kept
@@ -149,16 +149,16 @@ class Dispatcher:
         )
 
     def _send_work(self, runner: RunnerRecord, assignments: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
-        """Send units and acknowledgements to a runner once this turn is durable, in as many messages as it takes."""
+        """Send units and acknowledgements to a runner once this turn is durable, in several messages if necessary."""
 
         def send(group: list[UnitAssignment]) -> None:
             message = RunUnits(runner.incarnation, group, acks, self._log_end())
             self.registry.sender.send(runner.address, message)
 
-        for group in in_groups(assignments):
+        for group in group_assignments(assignments):
             self.live.when_durable(partial(send, group))
 
 
-def in_groups(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
-    """Split units into groups under the size limit of a message; at least one group, which may be empty."""
-    return grouped(assignments, lambda assignment: 200 + len(assignment.task or b""))  # 200 bytes for the other fields
+def group_assignments(assignments: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
+    """Split units into groups that each fit in a message. Without units, there is one empty group."""
+    return split_by_size(assignments, lambda assignment: 200 + len(assignment.task or b""))  # 200 for other fields

@@ -1,6 +1,6 @@
-"""Timeout of attempts, from the durations of earlier attempts (`explorer.dynamic_timeout`).
+"""Timeout of attempts, computed from the durations of earlier attempts (`explorer.dynamic_timeout`).
 
-The log has the measurements, one event per train step, so they survive a takeover. The timeout that a unit got is in
+An event per train step records the measurements, so they survive the end of a coordinator. The timeout of a unit is in
 its TasksDispatched.
 """
 
@@ -14,23 +14,23 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["DynamicTimeout", "attempt_timeout", "measured"]
+__all__ = ["DynamicTimeout", "add_measurements", "attempt_timeout"]
 
 
 def attempt_timeout(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
-    """Return the seconds that an attempt may take: `ratio` times the mean of these attempts, which took `seconds`.
-    Return 0, which stands for `max_timeout`, after fewer than `warmup_min_steps` steps or if `max_timeout` is less."""
+    """Return the seconds that an attempt may take: `ratio` times the mean duration, `seconds` / `attempts`. Returns 0,
+    which stands for `max_timeout`, if that is less, and before `warmup_min_steps` steps were measured."""
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
     timeout = ratio * seconds / attempts
     return timeout if timeout < max_timeout else 0.0
 
 
-def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
-    """Return the measurements after this ended batch; None if it is no train step. `last` has those before it; `limits`
-    are the keyword arguments of `attempt_timeout`."""
+def add_measurements(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
+    """Return the measurements with those of an ended batch added to `last`; None if it is no train step. `limits` are
+    the keyword arguments of `attempt_timeout`."""
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
         return None
     if last is None:
@@ -52,13 +52,13 @@ class DynamicTimeout:
         }
 
     def record_attempt_times(self, batch: BatchState) -> None:
-        """Record the measurements of a batch's attempts, once it has ended."""
-        event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
+        """Record the durations of an ended batch's attempts, if the dynamic timeout is enabled."""
+        event = add_measurements(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
             self._live.record(event)
 
     def timeout(self) -> float:
-        """Return the seconds that an attempt may take if dispatched now; 0 for explorer.max_timeout."""
+        """Return the seconds that an attempt dispatched now may take; 0 means explorer.max_timeout."""
         last = self._live.attempt_times
         if not self._enabled or last is None:
             return 0.0

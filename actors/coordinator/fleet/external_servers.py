@@ -1,9 +1,9 @@
 """External vLLM servers that serve as engines (`engine_type: http`), added and removed while the run goes on.
 
-The coordinator repeats the list of wanted runners to the guardian, so a lost message or a restart of either loses
-nothing. A runner whose server was removed gets no new units. It retires once it has no units and loads no weights;
-after `drain_timeout` its remaining units go to other runners. In mode `serve` the coordinator does not see the requests
-of proxies, so there a ready runner retires after `drain_timeout`.
+The coordinator repeats the list of wanted runners to the guardian, so that a lost message or a restart does no harm. A
+runner whose server was removed gets no new units. It retires once it has no units and loads no weights. After
+`drain_timeout` it retires in any case, and its remaining units go to other runners. In mode `serve` the coordinator
+does not see the requests of proxies, so there a ready runner retires only after `drain_timeout`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPEAT_SECONDS = 5.0
 
 
 class ServerFleet:
-    """External servers of a run; without `settings` there are none, and its methods do nothing."""
+    """External servers of a run. Without `settings` there are none, and the methods do nothing."""
 
     def __init__(
         self, settings: ServersConfig | None, registry: RunnerRegistry, guardian: Any, *, proxied: bool = False
@@ -44,11 +44,11 @@ class ServerFleet:
         self._urls_before: list[str] | None = None
         """Last list that was not empty; None before the first."""
         self._leaving_since: dict[str, float] = {}
-        """When each runner began to leave, monotonic seconds."""
+        """Leaving runner -> monotonic seconds at which it began to leave."""
         self._last_message: Servers | None = None
         """Last message to the guardian."""
         self._sent_at = float("-inf")
-        """When it was sent, monotonic seconds."""
+        """Time of the last message, in monotonic seconds."""
 
     def start_reading(self) -> None:
         """Start to read the list, unless the config has fixed URLs."""
@@ -57,7 +57,7 @@ class ServerFleet:
             self._reader.start()
 
     def store_list(self, urls: list[str]) -> None:
-        """Store a list that was read, from any thread; the next `update` acts on it."""
+        """Store a list of URLs, on which the next `update` acts. Any thread may call this."""
         self._urls = urls
 
     def update(self) -> None:
@@ -65,7 +65,7 @@ class ServerFleet:
         if self._settings is None:
             return
         urls = self._urls
-        self._live.record(*servers.listed(self._live.servers, urls, self._urls_before))
+        self._live.record(*servers.apply_list(self._live.servers, urls, self._urls_before))
         self._urls_before = urls or self._urls_before
         leaving_before = self._registry.leaving
         self._registry.leaving = leaving_runners(self._live.servers)
@@ -89,8 +89,8 @@ class ServerFleet:
         self._send_to_guardian(Servers(urls_by_runner, incarnations_to_retire, (current.version, current.path)))
 
     def scale(self, add: Iterable[str], remove: Iterable[str]) -> None:
-        """Record an operator's change. Raises DataError if it can't be made."""
-        self._live.record(*servers.scaled(self._live.servers, add, remove))
+        """Add and remove servers on an operator's command. Raises DataError if that is not possible."""
+        self._live.record(*servers.apply_scale(self._live.servers, add, remove))
         self.update()
 
     @property
@@ -100,13 +100,13 @@ class ServerFleet:
 
     @property
     def trouble(self) -> str | None:
-        """Problem with the list of servers, empty if there is none; None if this run has no external servers."""
+        """Problem with the list of servers; "" if it has none, None if this run has no external servers."""
         if not self.enabled:
             return None
         return "" if self._reader is None else self._reader.trouble
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every wanted or leaving server as plain JSON."""
+        """Return a row of plain JSON for each wanted or leaving server."""
         runners = self._registry.runners
         return [
             {
@@ -120,7 +120,7 @@ class ServerFleet:
         ] if self.enabled else []
 
     def _problem(self, runner: RunnerRecord, url: str) -> str:
-        """Return a runner's problem, with the remedy if it concerns weights; empty if it has none."""
+        """Return a runner's problem, with advice if it concerns weights; "" if it has none."""
         problem, refusal = runner.life.reason, runner.life.refuses(self._live.weights)
         if refusal and runner.state is RunnerState.READY:
             version = self._live.weights.version
@@ -128,8 +128,8 @@ class ServerFleet:
         return f"{problem}; {weights_advice(url)}" if refusal else problem
 
     def _is_drained(self, life: RunnerLife, unit_count: int) -> bool:
-        """Return True if a leaving runner has no units and loads no weights, or `drain_timeout` is over. Its time
-        begins with the first call."""
+        """Return True if a leaving runner has no units and loads no weights, or if `drain_timeout` has passed since the
+        first call."""
         assert self._settings is not None
         now = self._registry.sender.now()
         waited_seconds = now - self._leaving_since.setdefault(life.name, now)
@@ -140,20 +140,20 @@ class ServerFleet:
         return servers.is_drained(work_count, waited_seconds, self._settings.drain_timeout, proxied=proxied)
 
     def _take_units(self, runner: str, incarnation: int) -> None:
-        """Take the units that a runner did not finish within `drain_timeout`, if any, for others to attempt."""
+        """Cancel a runner's remaining units, and have other runners attempt them."""
         record = self._registry.runners.get(runner)
         reason = "its server was removed, and its time to finish is over"
         for batch in list(self._live.batches.values()):
             units = self._live.in_flight.units_of(batch.batch_id, runner, incarnation)
             if units:
-                events = batches.runner_lost(batch, runner, incarnation, reason, blamed=False, keys=units)
+                events = batches.lose_runner(batch, runner, incarnation, reason, blamed=False, keys=units)
                 self._live.record_batch(batch.batch_id, events)
                 if record is not None and record.address is not None:
                     cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)
                     self._registry.send_later(record.address, cancel)
 
     def _send_to_guardian(self, message: Servers) -> None:
-        """Send a message once this turn is durable, unless the same one was sent a short time ago."""
+        """Send a message once this turn is durable, unless the same message was sent a short time ago."""
         now = self._registry.sender.now()
         interval = LOOK_SECONDS if message.retire else REPEAT_SECONDS
         if message == self._last_message and now - self._sent_at < interval:

@@ -1,9 +1,9 @@
 """Hosts that joined the head: their admission, loss and departure, and the connection to their processes.
 
-Each host has one connection to this coordinator (`actors/hosts/link.py`), which its runners and its guardian share.
-Here their messages get an address for the answers (`FarProcess`). A host that is silent for `hosts.timeout` seconds is
-lost together with its runners; their units are attempted again and not blamed. After a takeover, hosts have the same
-time to find the new coordinator.
+Each host has one connection to this coordinator (`actors/hosts/link.py`), which its runners and its guardian share. A
+`FarProcess` is the address for answers to one of them. A host that is silent for `hosts.timeout` seconds is lost
+together with its runners. Their units are attempted again, and the loss counts against none of them. A new coordinator
+gives hosts the same time to find it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trinity_es.actors.coordinator.decisions import host_decisions as hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.admission_answer import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
-from trinity_es.actors.hosts.host_comparison import facts
+from trinity_es.actors.hosts.host_comparison import machine_facts
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
-from trinity_es.actors.system_key import host_key
+from trinity_es.actors.system_key import read_host_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
 from trinity_es.projections.host_states import Host, Hosts, host_of, left_reason, lost_reason
@@ -31,12 +31,12 @@ from trinity_es.projections.runner import Lives, RunnerState
 if TYPE_CHECKING:
     from trinity_es.actors.hosts.link import HeadEnd
 
-__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening", "place_of_head"]
+__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_runners", "lease_fields", "start_head"]
 
 LOOK_SECONDS = 0.5
 """Interval between two checks for silent hosts."""
 RETURN_SECONDS = 5.0
-"""Minimum time that a host has to reach a new coordinator, even if it was silent under the previous one."""
+"""Minimum time that a host has to reach a new coordinator, even if it was silent before."""
 SHOWN_SECONDS = 600.0
 """How long `status` shows a lost host."""
 _log = logging.getLogger(__name__)
@@ -44,31 +44,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FarProcess:
-    """Address of a process on another host: a runner by its name, the guardian by "", a client by its request."""
+    """Address of a process on another host: a runner's name, "" for the guardian, "client ID" for a client."""
 
     host: str
     name: str
 
 
-def far_lives(hosts: Hosts, lives: Lives) -> dict[str, int]:
-    """Return the incarnation of each runner that may live on another host."""
+def far_runners(hosts: Hosts, lives: Lives) -> dict[str, int]:
+    """Return the incarnation of each runner on another host whose process may be alive."""
     present_hosts = {host.name for host in hosts.values() if host.there}
     return {name: n for (name, n), life in lives.items() if host_of(name) in present_hosts and not life.state.gone}
 
 
-def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
-    """Return the lease's fields about where hosts can join, and a new certificate of the head (None: none may join)."""
-    certificate = Certificate.made() if settings.address else None
+def lease_fields(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
+    """Return the lease's fields by which hosts find the head, and a new certificate; None if no hosts may join."""
+    certificate = Certificate.create() if settings.address else None
     digest = certificate.digest.hex() if certificate is not None else ""
     return {"hosts": settings.address, "certificate": digest}, certificate
 
 
-def listening(
+def start_head(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return a started server for hosts, whose messages `fleet` handles in the actor's loop. While `fleet` returns
-    None, messages are dropped. `folders` returns the folders of models and weights that hosts need too."""
+    """Start and return the server for hosts. Their messages go to `fleet()` in the actor's loop; they are dropped while
+    it returns None. `folders` returns the folders of models and weights that hosts need too."""
     from trinity_es.actors.hosts.link import HeadEnd  # it imports aiohttp, which a run on one host does not need
 
     address, _, port = (settings.listen or settings.address).rpartition(":")
@@ -82,58 +82,58 @@ def listening(
         post(call_if_open)
 
     head_end = HeadEnd(
-        (address.strip("[]"), int(port)), partial(host_key, settings.key_file), certificate, settings.timeout,
+        (address.strip("[]"), int(port)), partial(read_host_key, settings.key_file), certificate, settings.timeout,
         hello=lambda offer, where, answer: call_fleet(lambda fleet: fleet.hello(offer, where, answer)),
         take=lambda host, epoch, items: call_fleet(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: call_fleet(lambda fleet: fleet.on_disconnected(host, epoch, why, heard)),
-        facts=lambda: facts(folders()),
+        facts=lambda: machine_facts(folders()),
     )
     head_end.start()
     return head_end
 
 
 class HostFleet:
-    """Hosts of a run, handled only while the log is open; hosts repeat what they sent meanwhile."""
+    """Hosts of a run. Their messages are handled only while the log is open; hosts repeat unanswered ones."""
 
     def __init__(
         self, settings: HostsConfig, registry: RunnerRegistry, head_end: HeadEnd, *, epoch: int,
         handle: Callable[[Any, Any], None], end_runner: Callable[[RunnerDied], None],
         models: Mapping[str, str] = MappingProxyType({}), heard_at: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`handle(message, from)` takes a message as if it came from an actor; `end_runner` takes the loss of a runner.
+        """`handle(message, sender)` handles a message like one of a local actor; `end_runner` handles a runner's loss.
 
         `epoch` is that of the coordinator's lease. `models` has the config's model paths by name. `heard_at` has the
-        time when an earlier coordinator last heard of each host, in monotonic seconds.
+        monotonic seconds at which an earlier coordinator last heard from each host.
         """
         self._settings, self._registry, self._live = settings, registry, registry.live
         self._head_end, self._epoch, self._handle, self._end_runner = head_end, epoch, handle, end_runner
         self._models = models
         self._connected_epochs: dict[str, int] = {}
-        """Epoch of each host that has a connection; a host just admitted has none yet."""
+        """Host -> epoch of its connection. A host that was just admitted has no connection yet."""
         # A host that was silent under an earlier coordinator does not get the whole time again, only enough to return.
         earliest = registry.sender.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
         self._heard_at = {host: max(at, earliest) for host, at in heard_at.items()}
-        """When each host without a connection was last heard of, monotonic seconds."""
+        """Host without a connection -> monotonic seconds at which it was last heard from."""
         self._end_reasons: dict[str, str] = {}
-        """Reason for the end of each host's last connection."""
+        """Host -> reason for the end of its last connection."""
         self._lost_at: dict[str, float] = {}
-        """When this coordinator declared each host lost, monotonic seconds."""
+        """Host -> monotonic seconds at which this coordinator declared it lost."""
 
     def last_heard(self) -> dict[str, float]:
-        """Return when each present host was last heard of, monotonic seconds."""
-        heard_at = self._heard_at | self._head_end.heard()
+        """Return the monotonic seconds at which each present host was last heard from."""
+        heard_at = self._heard_at | self._head_end.last_heard()
         return {host.name: heard_at[host.name] for host in self.present() if host.name in heard_at}
 
     def present(self) -> list[Host]:
-        """Return the hosts that joined, and neither left nor are lost."""
+        """Return the hosts that have joined and are neither gone nor lost."""
         return [host for host in self._live.hosts.values() if host.there]
 
     # --- messages of connections ------------------------------------------------------------------------------------
     def hello(self, offer: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
-        """Decide on a host that wants to join, and answer once everything recorded so far is durable.
+        """Admit or refuse a host that wants to join, and call `answer` once everything recorded so far is durable.
 
-        A host that only asks for files is answered at once, because it has proved that it has the system's key. For a
-        `check` the host is not joined.
+        A request for a folder (`fetch`) is answered at once, since the host has proved that it has the key. A `check`
+        only asks whether the host would be admitted.
         """
         if "fetch" in offer:
             answer(self._folder_answer(offer))
@@ -144,10 +144,10 @@ class HostFleet:
                 {str(k): int(v) for k, v in dict(offer["places"]).items()}, str(offer["build"]),
             )
         except (KeyError, TypeError, ValueError):
-            answer(Admission(refused="its hello is not understood: does it run another version?", for_good=True))
+            answer(Admission(refused="its request to join can't be read: does it run another version?", for_good=True))
             return
         is_connected = hello.name in self._connected_epochs
-        decision = hosts.welcome(self._live.hosts, hello, build=VERSION, connected=is_connected)
+        decision = hosts.admit(self._live.hosts, hello, build=VERSION, connected=is_connected)
         if isinstance(decision, hosts.Refusal):
             # Durable first: a head that was cut off believes all hosts lost, while another head leads and has them.
             refusal = Admission(refused=decision.reason, for_good=decision.for_good)
@@ -166,9 +166,9 @@ class HostFleet:
         self._live.when_durable(lambda: answer(Admission(epoch, self._epoch)))
 
     def _folder_answer(self, offer: Mapping[str, Any]) -> Admission:
-        """Return the answer to a host's request for files: the head's folder, or a refusal."""
+        """Return the answer to a host's request for a folder: the head's path, or a refusal."""
         wanted = offer["fetch"] if isinstance(offer["fetch"], Mapping) else {}
-        folder = hosts.folder_of(
+        folder = hosts.find_folder(
             wanted, str(offer.get("build")), own_build=VERSION, weights=self._live.weights,
             adapters=self._live.adapters, models=self._models,
         )
@@ -177,7 +177,7 @@ class HostFleet:
         return Admission(folder=folder)
 
     def take(self, host: str, epoch: int, items: Items) -> None:
-        """Handle messages of a host's processes; drop those of a past epoch, and close their connection."""
+        """Handle the messages of a host's processes. If their epoch is over, drop them and close the connection."""
         state = self._live.hosts.get(host)
         if state is None or state.epoch != epoch or not state.there:
             self._head_end.hang_up(host, epoch)
@@ -194,7 +194,7 @@ class HostFleet:
                 _log.error("host %s sent a message of %s, which is not its own runner", host, name)
 
     def on_disconnected(self, host: str, epoch: int, reason: str, heard_at: float) -> None:
-        """Note that a connection ended; its host has until its timeout to come back."""
+        """Note that a host's connection ended. The host is lost if it does not return within `hosts.timeout`."""
         if self._connected_epochs.get(host) == epoch:
             del self._connected_epochs[host]
             self._heard_at[host], self._end_reasons[host] = heard_at, reason
@@ -204,7 +204,7 @@ class HostFleet:
     def check_connections(self) -> None:
         """Record the loss of hosts that were silent for too long, and tell drained hosts that they may leave."""
         now = self._registry.sender.now()
-        present_hosts, open_connections = self.present(), self._head_end.heard()
+        present_hosts, open_connections = self.present(), self._head_end.last_heard()
         units = self._unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
         for host in present_hosts:
             if self._is_connected(host):
@@ -221,11 +221,11 @@ class HostFleet:
                     self._lose(event)
 
     def drain(self, name: str, reason: str) -> None:
-        """Give a host no new units; once its runners have none left it may leave."""
+        """Give a host no new units. Once its runners have no units left, it may leave."""
         self._live.record(*hosts.drain(self._live.hosts, name, reason))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every present host, and those lost recently, as plain JSON."""
+        """Return a row of plain JSON for each present host, and for each that was lost recently."""
         now = self._registry.sender.now()
         shown_hosts = [h for h in self._live.hosts.values() if h.there or (
             h.state == "lost" and now - self._lost_at.get(h.name, float("-inf")) < SHOWN_SECONDS)]
@@ -245,7 +245,7 @@ class HostFleet:
         ]
 
     def _is_connected(self, host: Host) -> bool:
-        """Return True if a connection of the host's current epoch was not reported as ended."""
+        """Return True if the host has a connection with its current epoch, as far as this coordinator knows."""
         return host.there and self._connected_epochs.get(host.name) == host.epoch
 
     def stop(self) -> None:
@@ -262,7 +262,7 @@ class HostFleet:
 
     # --- departure and loss of hosts --------------------------------------------------------------------------------
     def _on_leaves(self, host: Host, message: HostLeaves) -> None:
-        """Give a host that leaves no new units; after its final message, record that it left and end its runners."""
+        """Give a leaving host no new units. After its final message, record that it left and end its runners."""
         self.drain(host.name, message.reason)
         if message.final:
             reason = host.reason or message.reason
@@ -280,7 +280,7 @@ class HostFleet:
         self._end_runners(event.host, lost_reason(event.host, event.reason))
 
     def _end_runners(self, host: str, reason: str) -> None:
-        """Report the end of each runner of a host, except those whose end is recorded and that have no units."""
+        """Record the end of a host's runners, except of runners whose end is recorded and that have no units."""
         end_states = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
         loads = self._live.in_flight.loads
         for life in [life for (name, _), life in self._live.lives.items() if host_of(name) == host]:

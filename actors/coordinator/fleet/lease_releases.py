@@ -1,4 +1,4 @@
-"""Release of leases in separate processes (`release_main.py`), one for the due leases of a provider."""
+"""Release of leases in separate processes (`release_main.py`). One process releases the due leases of a provider."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class LeaseReleases:
         self._post = post
 
     def start(self, leases: Sequence[OpenLease], done: Done) -> None:
-        """Release leases of one provider, then call `done` in the actor's loop with the result of `released`."""
+        """Call `release_in_process` in a thread, then `done` with its result in the actor's loop."""
 
         def work() -> None:
             try:
-                errors, trouble = released(leases)
+                errors, trouble = release_in_process(leases)
             except Exception as e:  # without `done` the provider would never be tried again
                 errors, trouble = {}, f"{type(e).__name__}: {e}"
             self._post(lambda: done(errors, trouble))
@@ -50,13 +50,11 @@ class LeaseReleases:
         threading.Thread(target=work, name="lease release", daemon=True).start()
 
 
-def released(
+def release_in_process(
     leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, start_seconds: float = START_SECONDS
 ) -> tuple[dict[str, str], str]:
-    """Release leases of one provider in a process.
-
-    Returns each lease's error, "" if it was released, and one error for leases that the process did not report.
-    """
+    """Release leases of one provider in a process. Returns each lease's error, "" if it was released, and one error for
+    leases that the process did not report."""
     request = {"seconds": seconds, "leases": [
         {"lease": e.taken.lease, "provider": e.taken.provider, "args": e.taken.args, "handle": e.handle} for e in leases
     ]}
@@ -87,7 +85,7 @@ def released(
 
 
 def _wait_and_clean_up(process: subprocess.Popen[bytes], seconds: float) -> str:
-    """Wait for the process, and kill what is left of its session; return the error of leases it did not report."""
+    """Wait for the process, then kill the rest of its session. Return the error for leases that it did not report."""
     try:
         process.wait(seconds)
         trouble = f"the process that was to release it ended with status {process.returncode}"

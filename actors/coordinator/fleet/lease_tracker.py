@@ -1,9 +1,9 @@
-"""Leases that runs take: the coordinator records them, and releases those whose runs can't.
+"""Leases that runs take. The coordinator records them, and releases a lease if its run can't do so.
 
-An attempt ends with an event of its batch or its runner. The turn that records that event also records its leases as
-orphaned, except those that wait for the next attempt at a lost run, which attaches to them. Once this is durable,
-separate processes release them (`lease_releases.py`). A failed release is retried after pauses that double. A second
-release by an owner that is still alive does no harm.
+An attempt ends with an event of its batch or its runner. The turn that records that event also records the attempt's
+leases as orphaned, except leases whose resources the next attempt may take over. Once this is durable, separate
+processes release them (`lease_releases.py`). A failed release is retried after pauses that double. A second release by
+a run that is still alive does no harm.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ __all__ = ["LeaseFleet", "Releases"]
 LOOK_SECONDS = 1.0
 """Interval between two checks for expired leases and due releases."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 300.0
-"""First and longest pause before a failed release is retried; each is twice the one before."""
+"""First and longest pause before a failed release is retried. Each pause is twice the previous one."""
 MOST_SHOWN = 5
 """Maximum number of failing leases that `status` lists."""
 
 
 class Releases(Protocol):
-    """Interface through which the coordinator has leases released, in processes of their own."""
+    """Interface for releasing leases in separate processes."""
 
     def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
-        """Release leases of one provider in a process.
-
-        `done` gets each lease's error, "" if it was released, and one error for leases that the process did not report.
-        """
+        """Release leases of one provider in a process. `done` gets each lease's error, "" if it was released, and one
+        error for leases that the process did not report."""
 
 
 class LeaseFleet:
@@ -47,42 +45,42 @@ class LeaseFleet:
         self, registry: RunnerRegistry, actor: TimerHost, releases: Releases,
         is_being_read: decisions.IsBeingRead = lambda batch, key: False,
     ) -> None:
-        """Take `is_being_read`, which returns True while the journal of a lost unit is being read."""
+        """`is_being_read` returns True while the journal of a lost unit is being read."""
         self._is_being_read = is_being_read
         self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
         self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""
         self._tries: dict[str, int] = {}
-        """Number of failed releases of each tried lease."""
+        """Lease -> number of failed releases, for each lease whose release was tried."""
         self._due_at: dict[str, float] = {}
-        """When each orphaned lease is due for release, unix seconds."""
+        """Orphaned lease -> unix seconds at which its release is due."""
         self._max_group_sizes: dict[str, int] = {}
-        """Maximum size of the next group of each lease that an earlier process did not report."""
+        """Lease that an earlier process did not report -> maximum size of the next group with it."""
         self._announced_at = math.inf
-        """When runners learned of this coordinator, unix seconds; infinite before."""
+        """Time at which runners learned of this coordinator, in unix seconds; infinite before."""
 
     def begin(self) -> None:
-        """Start to count expiries; runners have a grace time from now on."""
+        """Let leases expire from now on, after a grace time in which runners report renewals."""
         self._announced_at = self._registry.clock()
 
     def forget(self) -> None:
-        """Stop counting expiries until `begin`, since the coordinator misses renewals meanwhile."""
+        """Let no lease expire until `begin`, since the coordinator misses renewals meanwhile."""
         self._announced_at = math.inf
 
     def give_up_all(self) -> None:
-        """Give up all open leases, since they belong to the store from which this one was copied."""
+        """End all open leases without a release. They belong to the store from which this one was copied."""
         self._live.record(*decisions.give_up(list(self._live.leases.values())))
 
     # --- reports of runs --------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
-        """Record a group of changes, and answer when it is durable."""
+        """Record the changes in a runner's report, and answer when they are durable."""
         live = self._live
         refusals: dict[str, str] = {}
         handles: dict[str, Any] = {}
         for change in message.changes:
             batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
             end_reason, is_taken = decisions.end_of_attempt(batch, life, change), change.what == "taken"
-            earlier = decisions.attachable(live.leases, batch, change, self._is_being_read) if is_taken else None
+            earlier = decisions.find_attachable(live.leases, batch, change, self._is_being_read) if is_taken else None
             try:
                 live.record(*decisions.apply_change(
                     live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(), earlier
@@ -97,7 +95,7 @@ class LeaseFleet:
 
     # --- releases ---------------------------------------------------------------------------------------------------
     def record_orphans_of_turn(self) -> None:
-        """Record, at the end of a turn, the leases that its events orphaned; start the timer for expiries."""
+        """At the end of a turn, record the leases that its events orphaned, and start the timer for expiries."""
         if not self._live.leases:
             return
         turn = self._live.turn
@@ -110,9 +108,9 @@ class LeaseFleet:
             self._actor.after(LOOK_SECONDS, "leases", self._check_all)
 
     def _record_orphans(self, leases: OpenLeases) -> None:
-        """Record which of these leases are orphaned, and release those once that is durable."""
+        """Record which of these leases are orphaned, and release them once that is durable."""
         live = self._live
-        events = decisions.orphans(
+        events = decisions.find_orphans(
             leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
         )
         live.record(*events)
@@ -120,17 +118,17 @@ class LeaseFleet:
             live.when_durable(self.release_due)
 
     def _check_all(self) -> None:
-        """Record the leases that expired, and release those whose attempt is over."""
+        """Record leases that are orphaned by now, such as expired ones, and release due leases."""
         self._record_orphans(self._live.leases)
         self._live.when_durable(self.release_due)
 
     def release_due(self) -> None:
-        """Start to release due leases, in one process per provider."""
+        """Start one process per provider that releases its due leases."""
         now, leases = self._registry.clock(), self._live.leases
         self._tries = {i: n for i, n in self._tries.items() if i in leases}  # forget closed leases
         self._max_group_sizes = {i: n for i, n in self._max_group_sizes.items() if i in leases}
         self._due_at = {i: self._due_at.get(i, now) for i, lease in leases.items() if lease.orphaned}
-        groups = decisions.due(leases.values(), self._due_at, self._max_group_sizes, self._busy_providers, now)
+        groups = decisions.find_due(leases.values(), self._due_at, self._max_group_sizes, self._busy_providers, now)
         for provider, group in groups.items():
             self._busy_providers.add(provider)
             self._releases.start(group, functools.partial(self._on_released, provider, group, now))
@@ -138,10 +136,10 @@ class LeaseFleet:
     def _on_released(
         self, provider: str, group: Sequence[OpenLease], began_at: float, errors: dict[str, str], trouble: str
     ) -> None:
-        """Record what a process released and plan the next tries.
+        """Record the results of a release process, and plan the next attempts.
 
-        `group` are the leases as they were when it began, at `began_at` (unix seconds). `errors` has the error of each
-        lease that it reported, `trouble` is that of the others.
+        `group` are the leases as they were when the process began, at `began_at` (unix seconds). `errors` has the error
+        of each lease that it reported, `trouble` is the error of the others.
         """
         self._busy_providers.discard(provider)
         now = self._registry.clock()
@@ -150,7 +148,7 @@ class LeaseFleet:
             error = errors.get(lease_id, trouble)
             lease = self._live.leases.get(lease_id)
             tries = max(self._tries.get(lease_id, 0), lease.tries if lease is not None else 0) + bool(error)
-            self._live.record(*decisions.released(lease, lease_before, began_at, error, tries))
+            self._live.record(*decisions.apply_release(lease, lease_before, began_at, error, tries))
             self._tries[lease_id] = tries
             if error:
                 pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 30))
@@ -164,13 +162,13 @@ class LeaseFleet:
         self._live.when_durable(self.release_due)
 
     def is_busy(self) -> bool:
-        """Return True while a release runs, or an orphaned lease has not been tried yet."""
+        """Return True while a release runs, or the release of an orphaned lease was not attempted yet."""
         untried_ids = (i for i, lease in self._live.leases.items() if lease.orphaned and i not in self._tries)
         return bool(self._busy_providers) or any(untried_ids)
 
     # --- status -----------------------------------------------------------------------------------------------------
     def status(self) -> dict[str, Any]:
-        """Return the number of open leases, and some that could not be released, as plain JSON."""
+        """Return the numbers of leases, and the first leases that could not be released, as plain JSON."""
         leases = self._live.leases.values()
         failing = [lease for lease in leases if lease.error]
         return {

@@ -1,8 +1,9 @@
-"""Journals of lost attempts, read when a runner is lost, and of cut ones; the next attempts go on from them.
+"""Journals of lost and cut attempts, from which the next attempts go on.
 
-A unit that was lost waits until a thread has read the journal of its runner's life. What it has is stored as a payload,
-and `AttemptKept` names it. So the payload never changes, whatever a runner that was only frozen writes later. A journal
-that can't be read, or has nothing, costs the beginning of the answers and nothing else.
+A runner writes the tokens that its engine generates into a journal, one for each of its processes. When it is lost, its
+units wait until a thread has read the journal and stored their records as payloads, which events `AttemptKept` name. A
+payload never changes, even if the runner was only frozen and writes on. If a journal can't be read or is empty, the
+answers are generated from their beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trinity_es.projections.batch import BatchState
 __all__ = ["LostJournals"]
 
 _GAP = "a gap in the journal"
-"""Reason why tokens can't go on: records before them were damaged, or dropped by `explorer.progress.max_bytes`."""
+"""Reason why tokens can't be used: records before them are damaged, or were dropped (`explorer.progress.max_bytes`)."""
 _LOG = logging.getLogger("trinity_es.journal")
 
 
@@ -35,7 +36,7 @@ class _LostUnit:
     submission: str
     unit: ev.Unit
     earlier: str
-    """Digest of the records that earlier attempts left; empty without any."""
+    """Digest of the payload with the records of earlier attempts; "" without any."""
 
 
 class LostJournals:
@@ -44,27 +45,27 @@ class LostJournals:
     def __init__(
         self, live: LiveState, open_store: Callable[[], Journals] | None, living: Callable[[], Collection[Life]],
     ) -> None:
-        """`open_store` returns the journals; None if runners write none. `living` returns the lives that may write."""
+        """`open_store` opens the journals; None if runners write none. `living` returns the runners' live processes."""
         self._live, self._open_store, self._living = live, open_store, living
         self._store: Journals | None = None
         self._requested_units: set[_LostUnit] = set()
         """Lost units whose journal a thread reads or has read."""
         self._empty_units: set[_LostUnit] = set()
-        """Lost units of which the journal has nothing."""
+        """Lost units without records in the journal."""
         self._cut_submissions: set[str] = set()
-        """Submissions whose open units are being read."""
+        """Submissions of batches whose cut units are being read from journals."""
 
     def forget(self) -> None:
-        """Read again whatever is lost, because what was recorded may not be in the log."""
+        """Drop all state, so that lost units are read again. Their events may not be in the log."""
         self._requested_units, self._empty_units, self._cut_submissions = set(), set(), set()
 
     def is_unread(self, batch: BatchState, key: tuple[int, int]) -> bool:
-        """Return True while a lost unit must wait, since its journal is not read."""
+        """Return True while a lost unit waits for its journal to be read."""
         return self._open_store is not None and _lost_unit(batch, key) not in self._empty_units
 
     def begin(self, incarnation_by_runner: Mapping[str, int]) -> None:
-        """Read the journals of runs that were lost under an earlier coordinator, and delete those that no open batch
-        needs. `incarnation_by_runner`: of the living runners."""
+        """Read the journals of units that were lost under an earlier coordinator, and delete journals that no open
+        batch needs. `incarnation_by_runner` has the living runners."""
         if self._open_store is None:
             return
         self.read_lost(self._live.batches)
@@ -75,7 +76,7 @@ class LostJournals:
         self._live.when_durable(lambda: self._live.run_in_thread(delete, lambda _: None))
 
     def read_lost(self, batch_ids: Iterable[BatchId]) -> None:
-        """Have the journals of the lost units of these batches read, except those that are requested already."""
+        """Have threads read the journals of these batches' lost units, unless that was requested before."""
         if self._open_store is None:
             return
         units_by_life: dict[Life, list[_LostUnit]] = {}
@@ -86,11 +87,11 @@ class LostJournals:
                     self._requested_units.add(lost)
                     units_by_life.setdefault(life, []).append(lost)
         for life, units in units_by_life.items():
-            self._live.when_durable(partial(self._read, life, units))
+            self._live.when_durable(partial(self._read_journal, life, units))
 
-    def cut(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
-        """Store what the journals have of the open units of a batch that cuts its open tasks. Then call `record` with
-        the events that name the payloads, unless the batch ended or was submitted again meanwhile."""
+    def store_cut_units(self, batch: BatchState, record: Callable[[list[ev.AttemptKept]], None]) -> None:
+        """For a batch that cuts its open tasks, store the journals' records of its open units as payloads. Then call
+        `record` with the events that name them, unless the batch ended or was submitted again meanwhile."""
         if batch.submission in self._cut_submissions:
             return
         batch_id, submission = batch.batch_id, batch.submission
@@ -112,24 +113,24 @@ class LostJournals:
 
         self._live.run_in_thread(read, done)
 
-    def _read(self, life: Life, units: list[_LostUnit]) -> None:
-        """Have a thread store what a life's journal has of these units, record it, then delete an ended life's journal.
-        If it can't be read, the runs begin again."""
+    def _read_journal(self, life: Life, units: list[_LostUnit]) -> None:
+        """Have a thread store the records of these units from a journal, and record the events that name them. Then
+        delete the journal if its process has ended. If it can't be read, the runs begin again."""
 
         def done(events: list[ev.AttemptKept | None] | Exception) -> None:
             if isinstance(events, Exception):
                 _LOG.warning("the journal of %s #%d can't be read, so its runs begin again: %s", *life, events)
                 events = [None] * len(units)
             for lost, event in zip(units, events, strict=True):
-                self._record(lost, event)
+                self._record_kept(lost, event)
             if life not in self._living():
                 delete = lambda: self._journals().drop(life)  # noqa: E731
                 self._live.when_durable(lambda: self._live.run_in_thread(delete, lambda _: None))
 
         self._live.run_in_thread(lambda: self._store_records(life, units), done)
 
-    def _record(self, lost: _LostUnit, event: ev.AttemptKept | None) -> None:
-        """Record what was kept of a lost unit (None: nothing), unless the unit changed meanwhile."""
+    def _record_kept(self, lost: _LostUnit, event: ev.AttemptKept | None) -> None:
+        """Record the event of a lost unit's kept records (None: it has none), unless the unit changed meanwhile."""
         batch = self._live.batches.get(lost.batch_id)
         key = lost.unit.task, lost.unit.run_id_base
         if batch is None or key not in batch.lost or _lost_unit(batch, key) != lost:
@@ -148,7 +149,7 @@ class LostJournals:
         return self._store
 
     def _store_records(self, life: Life, units: list[_LostUnit]) -> list[ev.AttemptKept | None]:
-        """Store what a life's journal has of each unit as a payload, and return its event; None for nothing."""
+        """Store each unit's records in a journal as a payload. Returns the events; None for a unit without records."""
         records: dict[tuple[BatchId, str, int, int], list[bytes]] = {}
         for segment in self._journals().read(life):
             for head, _, frame in frames(segment):
@@ -157,12 +158,12 @@ class LostJournals:
                     run_records.clear()
                 else:
                     run_records.append(frame)
-        return [self._kept_attempt(life, lost, records) for lost in units]
+        return [self._store_unit(life, lost, records) for lost in units]
 
-    def _kept_attempt(
+    def _store_unit(
         self, life: Life, lost: _LostUnit, records: dict[tuple[BatchId, str, int, int], list[bytes]]
     ) -> ev.AttemptKept | None:
-        """Store the records of a unit's runs behind those of earlier attempts; return their event, None for nothing."""
+        """Store a unit's records, after those of its earlier attempts, and return the event; None without records."""
         unit, earlier_data = lost.unit, b""
         run_ids = range(unit.run_id_base, unit.run_id_base + unit.runs)
         own_records = [f for run in run_ids for f in records.get((lost.batch_id, lost.submission, unit.task, run), ())]
@@ -170,7 +171,7 @@ class LostJournals:
             try:
                 earlier_data = self._live.payloads.get(lost.earlier)
             except TrinityError as e:
-                _LOG.warning("what earlier attempts had is lost: %s", e)
+                _LOG.warning("the records of earlier attempts are lost: %s", e)
         data = earlier_data + b"".join(own_records)
         if not data:
             return None
@@ -203,20 +204,20 @@ class LostJournals:
         )
 
     def _delete_others(self, needed_lives: set[Life]) -> None:
-        """Delete the journals of all lives but these."""
+        """Delete all journals except those of these processes."""
         for life in self._journals().lives():
             if life not in needed_lives:
                 self._journals().drop(life)
 
 
 def _lost_unit(batch: BatchState, key: tuple[int, int]) -> _LostUnit:
-    """Return the pending unit with this key (task, first run), and what earlier attempts kept of it."""
+    """Return the pending unit with this key (task, first run), with the digest of its earlier attempts' records."""
     kept = batch.kept.get(key)
     return _LostUnit(batch.batch_id, batch.submission, batch.pending[key], "" if kept is None else kept.payload)
 
 
 def _open_units(batch: BatchState) -> dict[Life, list[_LostUnit]]:
-    """Return the units of a batch that run, and those that were lost and are not read, by the life that had them."""
+    """Return the units of a batch that run or were lost, by the runner and incarnation that has or had them."""
     units_by_life: dict[Life, list[_LostUnit]] = {}
     for flight in batch.flights.values():
         next_attempt = replace(flight.unit, attempt=flight.unit.attempt + 1)

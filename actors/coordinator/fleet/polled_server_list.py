@@ -1,6 +1,6 @@
 """List of external servers from a file or a command, read every `poll_interval` in its own thread.
 
-A list with an invalid line changes nothing. The text log says so once, and `trouble` as long as it lasts.
+A list with an invalid line changes nothing. The problem is logged once, and stays in `trouble` until it is mended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.private_files import require_regular
 
-__all__ = ["ServerList", "read_lines"]
+__all__ = ["ServerList", "parse_list"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ LIST_BYTES = 2**20
 """Maximum size of a list, so that a command that never stops printing can't fill the coordinator's memory."""
 
 
-def read_lines(text: str) -> tuple[list[str], list[str]]:
-    """Return the URLs of a list, and the problems of its other lines. `#` begins a comment."""
+def parse_list(text: str) -> tuple[list[str], list[str]]:
+    """Return the URLs in a list, and a problem for each invalid line. `#` begins a comment."""
     urls: dict[str, None] = {}
     problems = []
     for line in text.splitlines():
@@ -45,7 +45,7 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reader of the list; it calls `on_list` in its thread with each list that has only valid lines."""
+    """Reader of the list. After each reading without problems it calls `on_list` in its thread."""
 
     def __init__(self, settings: ServersConfig, on_list: Callable[[list[str]], None]) -> None:
         self._settings, self._on_list = settings, on_list
@@ -63,9 +63,9 @@ class ServerList:
             time.sleep(self._settings.poll_interval)
 
     def read(self) -> None:
-        """Read the list once, and pass it on or note its problems."""
+        """Read the list once, and pass it to `on_list` or put its problems into `trouble`."""
         try:
-            urls, problems = read_lines(self._text())
+            urls, problems = parse_list(self._read_text())
         except (OSError, ValueError) as e:
             urls, problems = [], [str(e)]
         trouble = f"the list of servers ({self._settings.file or 'servers.command'}): {'; '.join(problems)}"
@@ -75,12 +75,12 @@ class ServerList:
         if not problems:
             self._on_list(urls)
 
-    def _text(self) -> str:
+    def _read_text(self) -> str:
         """Return the list's file, or the output of its command. Raises OSError, ValueError."""
         if self._settings.file:
             require_regular(self._settings.file)
             with Path(self._settings.file).open("rb") as file:
-                return _decoded(file.read(LIST_BYTES + 1))
+                return _decode_list(file.read(LIST_BYTES + 1))
         return self._command_output()
 
     def _command_output(self) -> str:
@@ -105,7 +105,7 @@ class ServerList:
         assert process.stdout is not None
         with process.stdout:
             try:
-                text = _decoded(process.stdout.read(LIST_BYTES + 1))
+                text = _decode_list(process.stdout.read(LIST_BYTES + 1))
                 process.wait()
             finally:
                 timer.cancel()
@@ -113,7 +113,7 @@ class ServerList:
                     kill()
                     process.wait()
         if timed_out.is_set():
-            raise ValueError(f"servers.command did not end within {COMMAND_SECONDS:g} s")
+            raise ValueError(f"servers.command did not end within {COMMAND_SECONDS:g} s: let it print the list and end")
         if process.returncode != 0:  # its output may be half of the list
             raise ValueError(
                 f"servers.command failed with exit status {process.returncode}: see launch-*.log"
@@ -121,8 +121,8 @@ class ServerList:
         return text
 
 
-def _decoded(data: bytes) -> str:
-    """Return a list's bytes as text. Raises ValueError if there are too many, or if they are not UTF-8."""
+def _decode_list(data: bytes) -> str:
+    """Return a list's bytes as text. Raises ValueError for more than LIST_BYTES, or if they are not UTF-8."""
     if len(data) > LIST_BYTES:
         raise ValueError(f"the list has more than {LIST_BYTES:,} bytes: write one URL on each line")
     return data.decode()

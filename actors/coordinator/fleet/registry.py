@@ -1,4 +1,4 @@
-"""Registry of the runners that the coordinator knows, by name."""
+"""Registry of the runners, with the state that is in no event, such as addresses and heartbeats."""
 
 from __future__ import annotations
 
@@ -17,52 +17,50 @@ __all__ = ["RunnerRecord", "RunnerRegistry"]
 
 @dataclass(slots=True)
 class RunnerRecord:
-    """A runner's state in the coordinator: its life from the log, and facts that are in no event.
-
-    Reported fields hold the value of its last status or heartbeat.
-    """
+    """A runner's state in the coordinator: its present process as in the log (`life`), and facts that are in no event.
+    Fields that the runner reports have the value of its last status or heartbeat."""
 
     life: RunnerLife
     address: Any = None
-    """Actor address; None until it reports to this coordinator."""
+    """Address of the runner's actor; None until it reports to this coordinator."""
     model_version: int = 0
-    """Version of the weights that it serves."""
+    """Version of the weights that the runner serves."""
     unit_seconds: float | None = None
     """Moving mean of the seconds per unit."""
     loading: int | None = None
-    """Version that it is loading; it gets no units until that is loaded."""
+    """Version of the weights that the runner is loading. It gets no units meanwhile."""
     loading_since: float = 0.0
-    """When it was ordered to load that version, monotonic seconds."""
+    """Time of the order to load that version, in monotonic seconds."""
     could_not_load: int | None = None
-    """Version that it failed to load at its last try."""
+    """Version that the runner failed to load at its last attempt."""
     up: bool = False
-    """True if its engine serves, also while its state is `failed` because it lacks adapters."""
+    """True if the engine serves, also while the runner's state is `failed` because it lacks adapters."""
     seen: float = 0.0
-    """Unix seconds of its last message."""
+    """Time of the runner's last message, in unix seconds."""
     progressed: float = 0.0
-    """Unix seconds when it last finished a unit, or started."""
+    """Time at which the runner last finished a unit, or started, in unix seconds."""
     finished: float = 0.0
-    """Unix seconds when it last finished a unit under this coordinator; 0 before."""
+    """Time at which the runner last finished a unit under this coordinator, in unix seconds; 0 before."""
     silent: float = 0.0
-    """Seconds since its engine's loop last answered."""
+    """Seconds since the engine's loop last answered."""
     trouble: str = ""
-    """Why it could not store its outcomes; empty if it could."""
+    """Error that prevents the runner from storing its outcomes; "" without one."""
     adapters: dict[str, int] = field(default_factory=dict)
-    """Version of each LoRA adapter that it serves."""
+    """Version of each LoRA adapter that the runner serves."""
     has_adapters: bool = False
-    """True once it has served all adapters at the same time; it gets no units before."""
+    """True once the runner has served all adapters at the same time. It gets no units before."""
     adapters_order: int | None = None
-    """Number of the order to load adapters that it has not answered."""
+    """Number of the order to load adapters that the runner has not answered."""
     adapters_since: float = 0.0
-    """When that order was sent, monotonic seconds."""
+    """Time at which that order was sent, in monotonic seconds."""
     adapters_failures: int = 0
-    """Number of orders in a row, for the current adapters, that it could not carry out."""
+    """Number of orders in a row, for the current adapters, that the runner could not carry out."""
     waits_for: str = ""
-    """External action that its engine waits for before it can start."""
+    """External action that the engine waits for before it can start."""
     runs_wait: str = ""
-    """External action that some of its runs wait for."""
+    """External action that some of the runner's runs wait for."""
     endpoint: str = ""
-    """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
+    """URL of the engine's OpenAI-compatible endpoint; "" while it serves none."""
 
     @property
     def name(self) -> str:
@@ -81,30 +79,30 @@ class RunnerRegistry:
     """Runners by name, and the sending of messages to them once the live state is durable."""
 
     def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
-        """`clock` returns unix seconds to show to users; the default does not follow steps of the machine's clock."""
+        """`clock` returns unix seconds to show to users. The default one ignores steps of the machine's clock."""
         self.live, self.sender, self.clock = live, sender, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
         self.leaving: frozenset[str] = frozenset()
-        """Runners that get nothing new because their servers were removed."""
+        """Runners that get no new units because their servers were removed."""
 
-    def rollout(self) -> list[RunnerRecord]:
-        """Return the runners of the rollout model, in whatever state."""
+    def rollout_runners(self) -> list[RunnerRecord]:
+        """Return the runners of the rollout model, in any state."""
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
-    def up(self) -> list[RunnerRecord]:
+    def up_runners(self) -> list[RunnerRecord]:
         """Return rollout runners whose engines run, including `failed` ones that lack weights or adapters."""
-        return [r for r in self.rollout() if r.up or r.state is RunnerState.READY]
+        return [r for r in self.rollout_runners() if r.up or r.state is RunnerState.READY]
 
-    def ready(self) -> list[RunnerRecord]:
+    def ready_runners(self) -> list[RunnerRecord]:
         """Return rollout runners whose engines serve."""
-        return [r for r in self.rollout() if r.state is RunnerState.READY]
+        return [r for r in self.rollout_runners() if r.state is RunnerState.READY]
 
-    def staying(self) -> list[RunnerRecord]:
+    def staying_runners(self) -> list[RunnerRecord]:
         """Return ready rollout runners that are not leaving."""
-        return [r for r in self.ready() if not self.is_leaving(r.name)]
+        return [r for r in self.ready_runners() if not self.is_leaving(r.name)]
 
-    def living(self) -> set[tuple[str, int]]:
-        """Return name and incarnation of each runner that is not known to have ended."""
+    def living_processes(self) -> set[tuple[str, int]]:
+        """Return (name, incarnation) of each runner whose process has not ended, as far as the coordinator knows."""
         return {(r.name, r.incarnation) for r in self.runners.values() if not r.state.gone}
 
     def is_leaving(self, name: str) -> bool:
@@ -121,7 +119,7 @@ class RunnerRegistry:
         self.live.when_durable(lambda: self.sender.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every runner, except those of hosts that are gone, as plain JSON."""
+        """Return a row of plain JSON for each runner, except runners of hosts that are gone."""
         absent_hosts = {host.name for host in self.live.hosts.values() if not host.there}
         loads = self.live.in_flight.loads
         now, monotonic = self.clock(), self.sender.now()

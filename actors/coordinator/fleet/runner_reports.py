@@ -1,4 +1,4 @@
-"""Handler of reports about runners' lives, by the runners and by the guardian."""
+"""Handler of the messages of runners, and of the guardian's messages about runners."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEAN_WEIGHT = 0.2
 
 
 class RunnerLifecycle:
-    """Handler of messages about runners, which records them in the live state and answers once that is durable."""
+    """Handler of messages about runners. It records them in the live state, and answers once that is durable."""
 
     def __init__(
         self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0, *,
@@ -38,7 +38,7 @@ class RunnerLifecycle:
         self.adapters = AdapterLoading(registry, max_adapters, models)
         self.live, self.on_servers = registry.live, on_servers
         self._unread_groups: set[tuple[str, int, int]] = set()
-        """Groups of outcomes whose results are being read, as (runner, incarnation, number)."""
+        """(runner, incarnation, number) of each OutcomeReport whose results are being read."""
 
     def on_status(self, message: RunnerStatus, address: Any) -> None:
         """Handle a runner's status, sent on each change, to each new coordinator, and every few seconds."""
@@ -50,8 +50,8 @@ class RunnerLifecycle:
             record = None
         if record is None:
             self.end_earlier_lives(name, incarnation)
-        lacks = self.weights.lacks(message) or self.adapters.lacks(message)
-        self.live.record(*runners.reported(None if record is None else record.life, message, lacks))
+        failure = self.weights.failure_reason(message) or self.adapters.failure_reason(message)
+        self.live.record(*runners.apply_report(None if record is None else record.life, message, failure))
         if record is None:
             record = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(record, message)
@@ -69,35 +69,35 @@ class RunnerLifecycle:
         self.registry.mark_changed(name)
 
     def end_earlier_lives(self, name: str, incarnation: int) -> None:
-        """Have the units of a runner's earlier lives attempted again."""
+        """Attempt the units of a runner's earlier processes again."""
         for earlier in self.live.in_flight.incarnations(name):
             if earlier < incarnation:
                 self._retry_units(name, earlier, "the runner was restarted", blamed=True)
 
     def _retry_units(self, name: str, incarnation: int, reason: str, *, blamed: bool) -> None:
-        """Have the units of a life attempted again; `blamed` means that they may have ended it."""
+        """Attempt the units of a runner's process again; `blamed` means that they may have ended it."""
         for batch in list(self.live.batches.values()):
             units = self.live.in_flight.units_of(batch.batch_id, name, incarnation)
-            events = batches.runner_lost(
+            events = batches.lose_runner(
                 batch, name, incarnation, reason, blamed=blamed, on_servers=self.on_servers, keys=units
             )
             self.live.record_batch(batch.batch_id, events)
 
     def forget(self) -> None:
-        """Forget all runners, since their state may not be in the log; each reports its status again."""
+        """Drop all state of runners, which may not be in the log. Each runner reports its status again."""
         self.weights.forget()
         self.dispatcher.forget()
         self.registry.runners = {}
 
     def on_death(self, message: RunnerDied) -> None:
-        """Record the end of a runner's process that the guardian saw."""
+        """Record that a runner's process ended, as the guardian reports, and attempt its units again."""
         name, incarnation = message.name, message.incarnation
         # A later life may have reported first: the guardian's messages and its own come from two processes.
         record = self.registry.runners.get(name)
         if record is not None and record.incarnation < incarnation:
             record = None
         newest = record.life if record is not None else newest_life(self.live.lives, name)
-        self.live.record(*runners.ended(newest, message))
+        self.live.record(*runners.apply_death(newest, message))
         has_later_life = newest is not None and newest.incarnation > incarnation
         if not has_later_life:
             life = self.live.lives[name, incarnation]
@@ -111,14 +111,14 @@ class RunnerLifecycle:
             self.adapters.on_death(name)
 
     def on_heartbeat(self, message: Heartbeat) -> None:
-        """Note what a runner's heartbeat says about its engine and its runs."""
+        """Copy a heartbeat's facts about the engine and the runs into the runner's record."""
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
             runner.waits_for, runner.runs_wait = message.waits_for, message.runs_wait
 
     def on_ended_runners(self, message: EndedRunners) -> None:
-        """Record the ends that the guardian lists, in case an earlier message about one was lost."""
+        """Record the ends of processes that the guardian lists, in case a RunnerDied was lost."""
         for name, last_ended in message.ended.items():
             record = self.registry.runners.get(name)
             if record is not None and record.incarnation <= last_ended and not record.state.gone:
@@ -126,8 +126,8 @@ class RunnerLifecycle:
             self.end_earlier_lives(name, last_ended + 1)
 
     def with_results(self, message: OutcomeReport, take: Callable[[OutcomeReport], None]) -> None:
-        """Call `take` with a group and its results: at once, or after reading them from the payload store. They are
-        deleted there once they are in the log. If they can't be read now, the runner sends the group again."""
+        """Call `take` with a report that has all results. Large results are read from the payload store before, and are
+        deleted there once they are in the log. If they can't be read now, the runner repeats its report."""
         digests = [o.results_digest for o in message.outcomes if o.results_digest]
         group = message.name, message.incarnation, message.number
         if not digests:
@@ -145,30 +145,31 @@ class RunnerLifecycle:
                     take(report)
                     self.live.when_durable(lambda: self.live.run_in_thread(delete, lambda _: None))
 
-            self.live.run_in_thread(lambda: replace(message, outcomes=[*map(self._unpacked, message.outcomes)]), done)
+            unpack = lambda: replace(message, outcomes=[*map(self._unpack_outcome, message.outcomes)])  # noqa: E731
+            self.live.run_in_thread(unpack, done)
 
-    def _unpacked(self, outcome: UnitOutcome) -> UnitOutcome:
-        """Return an outcome with its results read from the payload store; if they are lost there, a failed one."""
+    def _unpack_outcome(self, outcome: UnitOutcome) -> UnitOutcome:
+        """Return an outcome with its results read from the payload store; a failed outcome if they are lost there."""
         try:
             return unpack_results(outcome, self.live.payloads)
         except (PayloadNotFound, CorruptPayload) as e:  # they are in the log already, or the unit has to run again
-            return _failed(outcome, "infra", f"its results are lost: {e}")
+            return _failed_outcome(outcome, "infra", f"its results are lost: {e}")
 
     def on_outcomes(self, message: OutcomeReport) -> None:
-        """Record a group of outcomes, and acknowledge it when it is durable."""
-        runner = self.registry.runners.get(message.name)
+        """Record the outcomes in a report, and acknowledge it when they are durable."""
+        runner, life = self.registry.runners.get(message.name), (message.name, message.incarnation)
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
-            events = batches.outcome(batch, message.name, message.incarnation, outcome, on_servers=self.on_servers)
+            events = batches.apply_outcome(batch, *life, outcome, on_servers=self.on_servers)
             if events:
                 try:
                     self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # none of the events was recorded, so the unit has failed
-                    failed = batches.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
+                    failed = batches.apply_outcome(batch, *life, unrecordable_outcome(outcome, e))
                     self.live.record_batch(outcome.batch_id, failed)
             host = host_of(message.name)
             if outcome.lacks and host:
-                self.dispatcher.rest(host)
+                self.dispatcher.rest_host(host)
             elif runner is not None:
                 mean, seconds = runner.unit_seconds, outcome.seconds
                 runner.unit_seconds = seconds if mean is None else (1 - MEAN_WEIGHT) * mean + MEAN_WEIGHT * seconds
@@ -178,13 +179,13 @@ class RunnerLifecycle:
             self.dispatcher.acknowledge(message.name, message.number)
 
 
-def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
-    """Return the outcome of a unit whose results or error messages the log can't hold."""
-    return _failed(outcome, "workflow", f"its outcome can't be recorded: {error}")
+def unrecordable_outcome(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
+    """Return a failed outcome for a unit whose results or error messages the log can't hold."""
+    return _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {error}")
 
 
-def _failed(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
-    """Return the same outcome with all its runs failed for this reason."""
+def _failed_outcome(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
+    """Return an outcome of the same unit in which all runs failed for this reason."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,

@@ -14,22 +14,20 @@ class Awaited:
     """Runners that have not carried out an order yet, and the errors of those that failed."""
 
     message: str
-    """Message of the error if any failed, in which {what} stands for the runners' errors."""
+    """Text of the error if a runner failed; {what} in it stands for the runners' errors."""
     waiting_on: set[str]
     errors: dict[str, str] = field(default_factory=dict)
 
-    def done(self, runner: str, error: str | None = None) -> None:
-        """Stop waiting for a runner that has carried the order out, failed with `error`, or ended."""
+    def mark_done(self, runner: str, error: str | None = None) -> None:
+        """Stop waiting for a runner, which has carried out the order, failed with `error`, or ended."""
         if runner in self.waiting_on:
             self.waiting_on.discard(runner)
             if error is not None:
                 self.errors[runner] = error
 
     def error(self, timed_out: str = "") -> SyncError | None:
-        """Return the error of a wait that is over; None if all runners succeeded.
-
-        `timed_out` is the error text for each runner that has not answered; empty if the wait did not time out.
-        """
+        """Return the errors of the runners as one error; None if all succeeded. `timed_out` is the error of each runner
+        that has not answered; "" if the wait did not time out."""
         errors = dict(self.errors)
         if timed_out:
             errors |= dict.fromkeys(self.waiting_on, timed_out)

@@ -1,8 +1,7 @@
-"""Coordinator's side of the group through which a trainer sends weights to the engines.
+"""Coordinator's side of the process group over which a trainer sends weights to the engines.
 
-A group is whole while exactly the incarnations that joined it serve. If a runner dies, or another coordinator takes
-over, runners load weights from shared memory, and the trainer forms a new group before its next version.
-"""
+A group is whole while the serving runners are exactly the processes that joined it. If a runner dies, or another
+coordinator takes over, runners load weights from shared memory until the trainer forms a new group."""
 
 from __future__ import annotations
 
@@ -16,30 +15,31 @@ __all__ = ["WeightGroup"]
 
 
 class WeightGroup:
-    """Members of the current group, and the invitation to the next."""
+    """Members of the current process group, and the invitation to the next one."""
 
     def __init__(self, registry: RunnerRegistry) -> None:
         self.registry = registry
         self.members: dict[str, int] = {}
-        """Incarnation of each runner in the group."""
+        """Incarnation of each runner in the group; empty if the group can't be used."""
         self._group_id = ""
         """Id of the last group to which runners were invited."""
         self._invited: dict[str, int] = {}
-        """Incarnation of each runner that was invited to it."""
+        """Incarnation of each runner that was invited to that group."""
         self._answers = Awaited("", set())
 
     def is_whole(self) -> bool:
-        """Return True if exactly the members serve, and none of them is loading weights."""
-        serving = {r.name: r.incarnation for r in self.registry.ready()}
-        is_loading = any(r.loading is not None for r in self.registry.ready())
+        """Return True if the serving runners are exactly the members, and none of them is loading weights."""
+        serving = {r.name: r.incarnation for r in self.registry.ready_runners()}
+        is_loading = any(r.loading is not None for r in self.registry.ready_runners())
         return bool(serving) and serving == self.members and not is_loading
 
     def join(self, request_id: str, command: JoinWeightGroup) -> Awaited:
-        """Invite every runner to a new group, and return the wait for their answers. Raises SyncError unless all
-        `command.engines` engines serve."""
-        serving = sorted(self.registry.ready(), key=lambda r: r.name)
+        """Invite every serving runner to a new group, and return the wait for their answers. Raises SyncError unless
+        `command.engines` runners serve."""
+        serving = sorted(self.registry.ready_runners(), key=lambda r: r.name)
         if len(serving) != command.engines:
-            raise SyncError(f"only {len(serving)} of {command.engines} engines are ready: the weight group needs all")
+            raise SyncError(f"only {len(serving)} of {command.engines} engines are ready, and the weight group needs "
+                            "all: try again when they are ready")
         self.members = {}
         self._group_id, self._invited = request_id, {r.name: r.incarnation for r in serving}
         self._answers = Awaited(
@@ -52,15 +52,15 @@ class WeightGroup:
         return self._answers
 
     def on_join_result(self, message: GroupJoinResult) -> None:
-        """Note that a runner joined, or could not join; the group has members once all have joined."""
+        """Note a runner's answer to its invitation. Once all have joined, they become the members."""
         if self._group_id != message.id or self._invited.get(message.name) != message.incarnation:
             return
-        self._answers.done(message.name, message.error)
+        self._answers.mark_done(message.name, message.error)
         if not self._answers.waiting_on and not self._answers.errors:
             self.members = self._invited
 
     def on_left(self, name: str, reason: str) -> None:
-        """Give the group up if a member ended, or left after a failed transfer."""
+        """Dissolve the group if this runner, which ended or failed a transfer, is a member."""
         if name in self.members:
             self.members = {}
-        self._answers.done(name, reason)
+        self._answers.mark_done(name, reason)

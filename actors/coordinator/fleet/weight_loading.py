@@ -1,8 +1,8 @@
-"""Loading of published weights into the runners: the coordinator's side.
+"""Coordinator's side of loading published weights into the runners.
 
 Every serving runner loads a version when it is published; a runner that starts later loads it before its first unit. In
-mode `serve` they load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. Weights that a
-trainer sends directly to the engines go through `weight_group.py`.
+mode `serve` they load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. If a trainer
+sends weights directly to the engines, `weight_group.py` has the group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trinity_es.projections.runner import RunnerState, Weights
 __all__ = ["WeightLoading"]
 
 LOADING_LOST_SECONDS = 10.0
-"""Time in which a runner reports that it loads a version; then the order is sent again."""
+"""Time after which an order to load is sent again if the runner does not report that it is loading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Rolling:
     keep: int
     """Minimum number of engines that go on serving."""
     take_out: Callable[[Callable[[], None]], None]
-    """Takes an engine out of rotation, then calls its argument, which sends the order to load."""
+    """Function that takes an engine out of rotation, then calls its argument, which sends the order to load."""
     living_runners: Iterable[str]
     """Runners that had a process when this coordinator started."""
 
@@ -44,7 +44,7 @@ class WeightLoading:
         """Without `rolling`, all engines load at once."""
         self.registry, self.live = registry, registry.live
         self.waiters: dict[Awaited, int] = {}
-        """Waits for all runners to load a version, with the version."""
+        """Wait for all runners to load a version -> the version."""
         self.group = WeightGroup(registry)
         self._rolling = rolling
         self._unreported = set[str]() if rolling is None else set(rolling.living_runners)
@@ -52,14 +52,13 @@ class WeightLoading:
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Note the version that a new life of a runner is loading, so that a rolling update counts it."""
+        """Note the version that a runner's new process is loading, so that a rolling update counts it."""
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
-    def lacks(self, message: RunnerStatus) -> str:
-        """Return why a failed life with a ready engine stays failed: it never served and could not load the current
-        weights. Empty if it does not stay failed.
-        """
+    def failure_reason(self, message: RunnerStatus) -> str:
+        """Return why a failed runner with a ready engine stays failed: it never served and could not load the current
+        weights. Returns "" if it does not stay failed."""
         life = self.live.lives.get((message.name, message.incarnation))
         if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
             return ""
@@ -67,13 +66,13 @@ class WeightLoading:
         return life.reason if has_old_weights else ""
 
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner load the current weights if its status lacks them; make up for lost orders and answers."""
+        """Have a runner load the current weights if its status lacks them, also after a lost order or answer."""
         self._unreported.discard(runner.name)
         if runner.life.model != "rollout":
             return
         for awaited, version in self.waiters.items():
             if message.state == "ready" and message.model_version == version:
-                awaited.done(runner.name)  # its result went to a coordinator that could not record it
+                awaited.mark_done(runner.name)  # its result went to a coordinator that could not record it
         current = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:  # its answer was lost
@@ -89,15 +88,15 @@ class WeightLoading:
         self.continue_rolling()
 
     def on_death(self, name: str, reason: str) -> None:
-        """Stop waiting for a runner whose life ended."""
+        """Stop waiting for a runner whose process ended."""
         self._unreported.discard(name)
         for awaited in self.waiters:
-            awaited.done(name)
+            awaited.mark_done(name)
         self.group.on_left(name, reason)
         self.continue_rolling()
 
     def forget(self) -> None:
-        """Forget all runners until each reports its status again."""
+        """Drop all state of runners, until each reports its status again."""
         self._unreported |= {r.name for r in self.registry.runners.values() if not r.state.gone}
         self.group = WeightGroup(self.registry)
 
@@ -105,21 +104,21 @@ class WeightLoading:
     def publish(
         self, version: int, path: str, method: str = "checkpoint", *, again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Publish weights and have every runner load them. Raises SyncError.
+        """Publish weights and order every runner to load them. Raises SyncError.
 
-        Return a pair: the wait for all runners, and True if the trainer sends the weights to the engines (else runners
-        load them from `path`)."""
-        serving_runners = [r.name for r in self.registry.ready() if r.model_version == version]
+        Returns the wait until all have loaded them, and True if the trainer sends the weights over its process group
+        (otherwise runners load them from `path`)."""
+        serving_runners = [r.name for r in self.registry.ready_runners() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving_runners, again=again))
         from_group = method == "nccl" and self.group.is_whole()
         awaited = Awaited(
             f"version {version} was not loaded everywhere ({{what}}). It is now the current one, but these engines "
-            "keep their weights: sync it again, or a newer one",
+            "keep their weights: sync this version again, or a newer one",
             set(),
         )
         self.waiters[awaited] = version
-        for runner in self.registry.up():  # also those that failed because they could not load the previous version
+        for runner in self.registry.up_runners():  # also runners that failed to load the previous version
             if runner.model_version != version:
                 awaited.waiting_on.add(runner.name)
                 runner.could_not_load = None
@@ -129,11 +128,11 @@ class WeightLoading:
         return awaited, from_group
 
     def continue_rolling(self) -> None:
-        """Continue a rolling update, if there is one: have engines load that are not needed for requests now."""
+        """In a rolling update, have further engines load if enough others go on serving. Otherwise do nothing."""
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
-        for runner in self.registry.ready():
+        for runner in self.registry.ready_runners():
             must_load = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
             if must_load and self.registry.is_leaving(runner.name):  # it gets no requests, so it can always be spared
                 self.load(runner)
@@ -141,7 +140,7 @@ class WeightLoading:
             rolling_update.EngineStatus(
                 r.name, has_version=r.model_version == version, is_loading=r.loading is not None,
                 has_failed=r.could_not_load == version)
-            for r in self.registry.staying()
+            for r in self.registry.staying_runners()
             if r.life.served
         ]
         for name in rolling_update.next_to_load(engines, self._rolling.keep, all_reported=not self._unreported):
@@ -149,7 +148,7 @@ class WeightLoading:
 
     def load(self, runner: RunnerRecord, *, from_group: bool = False) -> None:
         """Order a runner to load the current version, unless it is loading it already. `from_group` means that the
-        trainer sends the weights."""
+        trainer sends the weights over its process group."""
         current = self.live.weights
         if runner.loading == current.version:
             return
@@ -168,7 +167,7 @@ class WeightLoading:
         path_gone = current.in_memory_only and not Path(current.path).is_dir()
         runner.loading = None
         self.registry.mark_changed(runner.name)
-        self.live.record(*weights.load_result(runner.life, message, current, path_gone=path_gone))
+        self.live.record(*weights.apply_load_result(runner.life, message, current, path_gone=path_gone))
         if message.error is None:
             runner.model_version, runner.could_not_load = message.version, None
         else:
@@ -176,7 +175,7 @@ class WeightLoading:
             self.group.on_left(message.name, message.error)
         for awaited, version in self.waiters.items():
             if version <= message.version:
-                awaited.done(message.name, message.error)
+                awaited.mark_done(message.name, message.error)
         if message.version < current.version and self._rolling is None:
             self.load(runner)
         self.continue_rolling()

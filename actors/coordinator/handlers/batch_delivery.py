@@ -14,7 +14,7 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
@@ -33,26 +33,25 @@ class TrainerHandlers:
         self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
         on_trainer_restarted: Callable[[int], None],
     ) -> None:
-        """`on_trainer_restarted` is called with a checkpoint's step: a trainer begins again there, and repeats later
-        steps."""
+        """`on_trainer_restarted` is called with the step of the checkpoint from which a trainer repeats later steps."""
         self.live, self.router, self.actor, self.retention = live, router, actor, retention
         self.on_trainer_restarted = on_trainer_restarted
         self.retained_steps = config.store.retention
         self._waiting_requests: dict[str, CommandRequest[GetNextBatch]] = {}
-        """Requests that wait for the next batch, by id."""
+        """Request id -> request that waits for the next batch."""
         self._must_read_again: dict[str, bool] = {}
-        """Requests whose next batch a thread is looking up, by id; True if a batch came after the lookup began."""
+        """Id of each request for which a thread reads -> True if a batch was finalized after the read began."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(GetNextBatch, self.next_batch),
-            handled(AcknowledgeBatch, self.acknowledge),
-            handled(ResumeTrainer, self.resume),
+            handler_row(GetNextBatch, self.next_batch),
+            handler_row(AcknowledgeBatch, self.acknowledge),
+            handler_row(ResumeTrainer, self.resume),
         ]
 
     # --- the next batch ---------------------------------------------------------------------------------------------
     def next_batch(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Answer with the next batch, once there is one."""
+        """Answer with the first train batch that is finalized after the given position, once there is one."""
         timeout = request.command.timeout
         if timeout is not None:  # the client stops waiting then too
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
@@ -60,17 +59,17 @@ class TrainerHandlers:
         self._read_next(request)
 
     def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Stop waiting for a request, which is answered or whose client is gone."""
+        """Drop a waiting request, which is answered or whose client has stopped waiting."""
         self._waiting_requests.pop(request.id, None)
         self.actor.cancel(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
-        """Answer requests that wait for a finalized train batch after their position."""
+        """Answer the waiting requests for which there is a next batch now."""
         for request in list(self._waiting_requests.values()):
             self._read_next(request)
 
     def _read_next(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Have a thread look up the next batch, again if it does so now."""
+        """Have a thread read which batch is next. If it is reading already, it reads once more afterwards."""
         if request.id in self._must_read_again:
             self._must_read_again[request.id] = True  # the current read may miss the newest batch
             return
@@ -79,7 +78,7 @@ class TrainerHandlers:
         self.live.run_in_thread(lambda: next_delivered(log, after), lambda result: self._on_read(request, result))
 
     def _on_read(self, request: CommandRequest[GetNextBatch], result: tuple[BatchId, int] | Exception | None) -> None:
-        """Answer a request with the batch and position that were read; None: go on waiting."""
+        """Answer a request with the batch and position that were read, or with the error. None: go on waiting."""
         must_read_again = self._must_read_again.pop(request.id)
         if request.id not in self._waiting_requests:
             return
@@ -95,24 +94,24 @@ class TrainerHandlers:
 
     # --- used batches, and batches to use again ---------------------------------------------------------------------
     def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
-        """Record that a step used a batch; a repetition changes nothing, except after a redelivery."""
+        """Record that a step used a batch. A repetition is recorded only if the batch was delivered again meanwhile."""
         batch_id, step = request.command.batch_id, request.command.step
-        batch = self.live.find(batch_id)
+        batch = self.live.find_batch(batch_id)
         if batch is None:
-            raise BatchNotFound(f"batch {batch_id!r} is not in the log")
+            raise BatchNotFound(f"batch {batch_id!r} is not in the log: acknowledge a batch that was submitted")
         if batch.state is not BatchLifecycleState.FINALIZED:
             raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
-        if batch.trained_step != step or self._redelivered_since_trained(batch_id):
+        if batch.trained_step != step or self._was_redelivered(batch_id):
             trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
             self.live.record_batch(batch_id, [trained])
             self.live.when_durable(self.retention.wake)
         self.router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
-        """Answer a trainer that resumed from its checkpoint at `step` with the batches that it has to train now.
+        """Answer a trainer that resumed from its checkpoint at `step` with the batches that it has to use now.
 
-        These are the batches that it trained after `step` and those that it never used, up to the answer's position in
-        the log. Raises PayloadNotFound if a batch's experiences were freed.
+        These are the batches that it used after `step`, and those that it never used, up to the answer's log position.
+        Raises PayloadNotFound if a batch's experiences were deleted.
         """
         step, live = request.command.step, self.live
         position, rows, freed_at, redelivery = live.fetch("resumed", lambda: _resume_data(live.log, step))
@@ -133,8 +132,8 @@ class TrainerHandlers:
         self.on_trainer_restarted(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
-    def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
-        """Return True if a trainer that resumed got a batch again since it was trained. May raise NotRead."""
+    def _was_redelivered(self, batch_id: BatchId) -> bool:
+        """Return True if a resumed trainer got a batch again after its last acknowledgement. May raise NotRead."""
         log = self.live.log
         return bool(self.live.fetch(("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)))
 
@@ -142,10 +141,10 @@ class TrainerHandlers:
 def _resume_data(
     log: EventLog, step: int
 ) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
-    """Return what `resume` reads from the log.
+    """Read from the log what `resume` needs, and return a tuple of four.
 
-    That is the log's last position; the batches that a trainer at `step` has yet to use, each with its first and last
-    position; the position at which each stream was freed; and the last ExperiencesRedelivered.
+    The log's last position; the batches that a trainer at `step` has to use, each with its first and last position;
+    the position at which the payloads of each stream were deleted; the last ExperiencesRedelivered.
     """
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
@@ -154,7 +153,7 @@ def _resume_data(
 
 
 def _is_redelivered(log: EventLog, batch_id: BatchId) -> bool:
-    """Return True if the log has a redelivery of a batch behind the batch's last BatchTrained."""
+    """Return True if the log has an ExperiencesRedelivered with this batch after the batch's last BatchTrained."""
     trained = log.last(batch_stream(batch_id), "BatchTrained")
     return trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches

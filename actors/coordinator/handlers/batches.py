@@ -1,4 +1,4 @@
-"""Handlers of a trainer's commands about batches; a client that waits for a batch is answered however it ends."""
+"""Handlers of a trainer's commands about batches. However a batch ends, the clients that wait for it get an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone,
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -47,7 +47,7 @@ from trinity_es.projections.event_texts import missing_text
 __all__ = ["BatchHandlers"]
 
 PIPELINE_SECONDS = 0.01
-"""Time for which the log's writer waits for a pipeline, so that its result and the last outcome are one append."""
+"""How long the log's writer waits for a pipeline, so that its result and the last outcome go into one append."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Waiter:
 
     request: CommandRequest[FinalizeBatch]
     grace_over: bool = False
-    """Whether `wait_after_min` has passed since the batch had enough tasks."""
+    """True if `wait_after_min` has passed since the batch had enough tasks."""
 
 
 class BatchHandlers:
@@ -72,24 +72,24 @@ class BatchHandlers:
         self.dynamic_timeout, self.journals = dynamic_timeout, journals
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
-        """Number of batches by recovery decision, for those that were open when this coordinator started."""
+        """Recovery decision -> number of batches with it, among those open when this coordinator started."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(SubmitBatch, self.submit),
-            handled(AddTasks, self.add),
-            handled(FinalizeBatch, self.finalize),
-            handled(AbortBatch, self.abort),
-            handled(RedoTasks, self.redo),
-            handled(ProcessExperiences, self.process_experiences),
+            handler_row(SubmitBatch, self.submit),
+            handler_row(AddTasks, self.add),
+            handler_row(FinalizeBatch, self.finalize),
+            handler_row(AbortBatch, self.abort),
+            handler_row(RedoTasks, self.redo),
+            handler_row(ProcessExperiences, self.process_experiences),
         ]
 
     def recover(self, alive: Mapping[str, int]) -> None:
-        """Decide on every open batch at a start; `alive` has the incarnations of living runners."""
+        """Decide on every open batch when a coordinator starts. `alive` has the incarnations of living runners."""
         staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
-            events = batches.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
+            events = batches.decide_recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
             for event in events:
                 if isinstance(event, ev.RecoveryDecided):
                     self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
@@ -97,17 +97,17 @@ class BatchHandlers:
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit(self, request: CommandRequest[SubmitBatch]) -> None:
-        """Record a batch with its tasks, the position in their tasksets, and the earlier tasks that it continues."""
+        """Begin a batch. Record its tasks, the positions in their tasksets, and the cut tasks that it continues."""
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
         tasks, parcels = submitted_tasks(self.live, parcel)
-        earlier_batches = [self.live.find(cut.batch_id) for cut in command.continues or ()]
+        earlier_batches = [self.live.find_batch(cut.batch_id) for cut in command.continues or ()]
         continued_tasks = [
             cut_tasks.continued_task(cut.task, earlier, cut.cut_task)
             for cut, earlier in zip(command.continues or (), earlier_batches, strict=True)
         ]
         events = batches.submit(
-            self.live.find(batch_id), batch_id=batch_id, batch_type=command.batch_type,
+            self.live.find_batch(batch_id), batch_id=batch_id, batch_type=command.batch_type,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             min_wait_num=command.min_wait_num, max_attempts=1 + self.config.explorer.max_retry_times,
@@ -125,10 +125,10 @@ class BatchHandlers:
         self.router.reply(request)
 
     def add(self, request: CommandRequest[AddTasks]) -> None:
-        """Add tasks to an open train batch; answer with the number of the first one."""
+        """Add tasks to an open train batch, and answer with the number of the first new task."""
         command, batch_id = request.command, request.command.batch_id
         advice = "submit the tasks in a batch of their own"
-        batch = batches.require_batch(self.live.find(batch_id), batch_id, "train", advice)
+        batch = batches.require_batch(self.live.find_batch(batch_id), batch_id, "train", advice)
         tasks, parcels = submitted_tasks(self.live, command.tasks)
         events = batches.add(
             batch, repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -152,26 +152,26 @@ class BatchHandlers:
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
         """Finalize a batch once it has enough settled tasks, and answer with its result."""
         batch_id, timeout = request.command.batch_id, request.command.timeout
-        batch = batches.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
+        batch = batches.require_batch(self.live.find_batch(batch_id), batch_id, request.command.batch_type)
         if batch.state.ended:
             self.router.reply(request, batch.final_result)
             return
         if batch.missing is not None and (request.command.groups or 0) > batch.missing.usable:
             # The pipeline would leave the same again.
-            self.router.reply(request, error=_too_few(batch_id, batch.missing))
+            self.router.reply(request, error=_too_few_groups(batch_id, batch.missing))
             return
         if timeout is not None:
-            self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+            self.actor.after(timeout, f"finalize:{request.id}", lambda: self._on_timeout(request, batch_id))
         others = [w for w in self.waiters.get(batch_id, []) if w.request.id != request.id]
         self.waiters[batch_id] = [*others, Waiter(request)]
         self.check_finalize([batch_id])
 
-    def _timed_out(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
+    def _on_timeout(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
         """Answer with FinalizeTimeout, unless the batch has ended or is in the pipeline."""
         waiters = self.waiters.get(batch_id, [])
         batch = self.live.batches.get(batch_id)
         if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read again
-            self.actor.after(1.0, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+            self.actor.after(1.0, f"finalize:{request.id}", lambda: self._on_timeout(request, batch_id))
             return
         if batch is None or batch.state is BatchLifecycleState.FINALIZING:
             return  # its answer follows
@@ -179,21 +179,22 @@ class BatchHandlers:
         done, expected = batch.completed_task_count, batch.expected_task_count
         self.router.reply(request, error=FinalizeTimeout(
             f"batch {batch_id!r}: {done} of {expected} tasks done after {request.command.timeout} s; nothing is lost, "
-            "finalize it again to go on waiting",
+            "so finalize the batch again to go on waiting",
             done=done, expected=expected,
         ))
 
     def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
-        """Begin to finalize the batches that have enough settled tasks and a waiting client.
+        """Begin to finalize each of these batches that has enough settled tasks and a waiting client.
 
-        `kept` is what the open tasks of a single batch have; None: it is read first if tasks are cut.
+        `kept` has the events about tokens kept for the open tasks of a single batch. If it is None and tasks are to be
+        cut, their journals are read first.
         """
         may_cut = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if not batch.has_enough or self.must_end(batch):
+            if not batch.has_enough or self.has_uncuttable_task(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if batch.open_task_count and grace > 0 and not any(w.grace_over for w in waiters):
@@ -201,9 +202,9 @@ class BatchHandlers:
                 continue
             cuts_tasks = may_cut and batch.batch_type == "train" and batch.open_task_count > 0
             if cuts_tasks and kept is None:
-                self.journals.cut(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
+                self.journals.store_cut_units(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
                 continue
-            self.dispatcher.revoke(batch)
+            self.dispatcher.cancel_units(batch)
             return_partial = self.config.explorer.over_rollout.return_partial_tasks
             groups = max(w.request.command.groups or 0 for w in waiters)
             events = batches.start_finalizing(batch, return_partial=return_partial, groups=groups, cut=cuts_tasks)
@@ -214,14 +215,14 @@ class BatchHandlers:
             else:
                 self._on_ended(batch_id)
 
-    def must_end(self, batch: BatchState) -> bool:
-        """Return True if the batch has to wait for a task that was cut as often as is good for it."""
+    def has_uncuttable_task(self, batch: BatchState) -> bool:
+        """Return True if the batch has to wait for an open task that may not be cut once more."""
         sync, max_staleness = self.config.synchronizer, self.config.explorer.max_staleness
         max_cuts = None if max_staleness is None else max_staleness // sync.steps_ahead
-        return sync.in_flight == "cut" and cut_tasks.must_end(batch, max_cuts)
+        return sync.in_flight == "cut" and cut_tasks.has_uncuttable_task(batch, max_cuts)
 
     def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
-        """Start a timer that finalizes a batch with enough tasks after `seconds`, unless its timer runs already."""
+        """Start a timer that finalizes a batch after `seconds`, unless the batch has one."""
 
         def end_grace() -> None:
             for waiter in self.waiters.get(batch_id, []):
@@ -233,10 +234,10 @@ class BatchHandlers:
             self.actor.after(seconds, name, end_grace)
 
     def start_pipeline(self, batch: BatchState) -> None:
-        """Run the experiences of settled tasks through the pipeline, while the turn is written.
+        """Run the pipeline on the experiences of settled tasks, while the turn is written.
 
-        With `return_partial_tasks`, those of finished runs of dropped tasks too. If the turn can't be written, the
-        pipeline has run for nothing, since `_on_pipeline_done` ignores its result.
+        With `return_partial_tasks` it also gets the finished runs of dropped tasks. If the turn can't be written,
+        `_on_pipeline_done` ignores the result.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         job = PipelineJob(
@@ -246,7 +247,7 @@ class BatchHandlers:
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
 
     def _staleness_limit(self) -> StalenessLimit | None:
-        """Return the limit of `explorer.max_staleness` as of now; None if there is none."""
+        """Return the limit of `explorer.max_staleness` relative to the current versions; None if it is not set."""
         maximum = self.config.explorer.max_staleness
         if maximum is None:
             return None
@@ -254,21 +255,21 @@ class BatchHandlers:
         return StalenessLimit(maximum, self.live.weights.version, adapters)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
-        """Run a pipeline; if coordinators ended while they ran this one (`key`), pass on an error instead."""
+        """Run a pipeline, or pass an error to `job.done` if coordinators ended while they ran the one with this key."""
 
         def done(result: PipelineDone | BaseException) -> None:
             self.in_hand.end_pipeline(key)
             job.done(result)
 
         try:
-            self.in_hand.take_pipeline(key)
+            self.in_hand.begin_pipeline(key)
         except PipelineError as e:
             job.done(e)
         else:
             self.pipeline.run(replace(job, done=done))
 
     def _on_pipeline_done(self, batch: BatchState, result: PipelineDone | BaseException) -> None:
-        """Record the pipeline's result, or why the batch stays open, and answer the waiting clients."""
+        """Record the pipeline's result and end the batch, or record why it stays open. Answer the waiting clients."""
         batch_id = batch.batch_id
         if self.live.batches.get(batch_id) is not batch or batch.state is not BatchLifecycleState.FINALIZING:
             return  # it was aborted meanwhile, or read again from the log since its turn could not be written
@@ -276,15 +277,15 @@ class BatchHandlers:
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
                 error = _with_redo_command(error, batch)
-            self.live.record_batch(batch_id, batches.finalize_failed(batch, str(error)))
+            self.live.record_batch(batch_id, batches.fail_finalizing(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
             return
         if result.usable < batch.groups:
-            missing = batches.groups_missing(batch, result.lost_counts, result.usable)
+            missing = batches.report_missing_groups(batch, result.lost_counts, result.usable)
             self.live.record_batch(batch_id, [missing])
-            self._answer_waiters(batch_id, None, _too_few(batch_id, missing))
+            self._answer_waiters(batch_id, None, _too_few_groups(batch_id, missing))
             return
-        events = batches.finalized(
+        events = batches.end_finalizing(
             batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
             dropped_by=result.dropped_by, model_versions=result.model_versions,
         )
@@ -296,42 +297,42 @@ class BatchHandlers:
         self._on_ended(batch_id)
 
     def _on_ended(self, batch_id: BatchId) -> None:
-        """Answer the clients that wait for a batch that has just ended, and do what follows from its end."""
+        """Answer the clients that wait for a batch that has just ended, record its attempt times, wake the outputs."""
         batch = self.live.ended_batches[batch_id]
         self._answer_waiters(batch_id, batch.final_result, None)
         self.dynamic_timeout.record_attempt_times(batch)
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
-        """Answer all clients that wait for a batch, with the value or the error, and end its timers."""
+        """Answer all clients that wait for a batch with the value or the error, and cancel their timers."""
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
             self.actor.cancel(f"finalize:{waiter.request.id}")
             self.router.reply(waiter.request, value, error)
 
     def abort(self, request: CommandRequest[AbortBatch]) -> None:
-        """Abort an open batch and stop its runs; clients that wait for it get its result so far."""
+        """Abort an open batch and stop its runs. Clients that wait for it get its result so far."""
         command, batch_id = request.command, request.command.batch_id
         batch = self.live.batches.get(batch_id)
         events = batches.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
-            self.dispatcher.revoke(batch)  # with its current units; runners hear of it once it is durable
+            self.dispatcher.cancel_units(batch)  # with its current units; runners hear of it once it is durable
             self.live.record_batch(batch_id, events)
             self._on_ended(batch_id)
         self.router.reply(request)
 
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
-        """Have ended tasks of an open batch run again."""
+        """Run ended tasks of an open batch again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
-            self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
+            self.live.find_batch(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
         )
         self.live.record_batch(batch_id, events)
         self.router.reply(request)
 
     def process_experiences(self, request: CommandRequest[ProcessExperiences]) -> None:
-        """Run experiences through the pipeline, unless this request did so before."""
+        """Run experiences through the pipeline, unless an earlier coordinator did so for this request."""
         metrics = self.live.fetch("processed", lambda: processed_before(self.live.log, request.id))
         if metrics is not None:
             self.router.reply(request, metrics)
@@ -356,8 +357,8 @@ class BatchHandlers:
         self.run_job(fingerprint(request), PipelineJob(request.command.refs, done))
 
 
-def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
-    """Return the error for a client that asked for more groups than the pipeline left."""
+def _too_few_groups(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
+    """Return the error for a client that requires more groups than the pipeline left."""
     return TooFewGroups(
         f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "
         "groups",
@@ -366,7 +367,7 @@ def _too_few(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
 
 
 def _with_redo_command(error: TrinityError, batch: BatchState) -> TrinityError:
-    """Return the error of a lost payload with the `redo` command for the tasks that have it."""
+    """Return the error about a lost payload, extended by the `redo` command for the tasks whose results are in it."""
     digest = error.details.get("digest")
     numbers = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
     if not numbers:

@@ -1,7 +1,7 @@
-"""The router of client commands: it handles each request once, by its command's handler, and answers it once.
+"""Router of client commands: it passes each request to its command's handler once, and keeps the answer.
 
-A request that comes again, with the same id, gets the same answer or goes on waiting under its new address. The router
-sends an answer only once all that the answer depends on is durable.
+A repeated request, with the same id, gets the same answer, or goes on waiting under its new address. An answer is sent
+only when everything that it depends on is durable.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trinity_es.actors.requests import LIMIT, Parcel, Reply
 from trinity_es.events.errors import DataError, TrinityError, error_to_dict
 from trinity_es.events.store.checks.log_end import Mark
 
-__all__ = ["CommandRouter", "Handled", "handled"]
+__all__ = ["CommandRouter", "HandlerRow", "handler_row"]
 
 REMEMBERED_ANSWERS = 4096
-"""Maximum number of requests whose answers are kept for clients that ask again."""
+"""Maximum number of answers that are kept for repeated requests."""
 STATUS_LIMIT = 8 * LIMIT
 """Maximum bytes of JSON of a status, which must fit into a message even while no payload can be stored."""
 
@@ -35,41 +35,41 @@ C = TypeVar("C", bound=Command[Any])
 Handler = Callable[[CommandRequest[Any]], None]
 
 
-class Handled(NamedTuple):
-    """Command and its handler."""
+class HandlerRow(NamedTuple):
+    """Row of the router's table: a command and its handler."""
 
     command: type[Command[Any]]
     handler: Handler
     again: Callable[[str], None]
 
 
-def handled(
+def handler_row(
     command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
-) -> Handled:
-    """Return a row of the router's table, in which the type checker matches handler and command. `again` is called with
-    the id of a waiting request when its client asks again."""
-    return Handled(command, handler, again)
+) -> HandlerRow:
+    """Return a row of the router's table, whose types mypy checks. `again` is called with the id of a waiting request
+    when its client repeats it."""
+    return HandlerRow(command, handler, again)
 
 
 class CommandRouter:
-    """Table of handlers, and memory of answers."""
+    """Table of handlers, with the answers that were given and the clients that wait."""
 
     def __init__(
         self, live: LiveState, actor: MessageSender, log_end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that ended
+        """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that crash
         coordinators."""
         self._live, self._actor, self._log_end, self._in_hand = live, actor, log_end, in_hand
-        self._handlers: dict[type[Command[Any]], Handled] = {}
+        self._handlers: dict[type[Command[Any]], HandlerRow] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
-        """Answer of each request that came, by id, the oldest first; None while it has none."""
+        """Request id -> answer, the oldest first; None while the request has no answer."""
         self._senders: dict[str, Any] = {}
-        """Address of each client that waits for an answer, by the request's id."""
+        """Request id -> address of the client that waits for the answer."""
         self._undone: dict[str, CommandRequest[Any]] = {}
-        """Requests to handle again, since their turns were undone because of another one."""
+        """Requests to handle again, since their turns were undone because another turn could not be written."""
 
-    def connect(self, handlers: Iterable[Handled]) -> None:
-        """Take the handlers of all commands. Raises TypeError if a command has none, or two."""
+    def add_handlers(self, handlers: Iterable[HandlerRow]) -> None:
+        """Add the handlers of all commands to the table. Raises TypeError if a command has none, or two."""
         for row in handlers:
             if other := self._handlers.get(row.command):
                 raise TypeError(f"{row.command.__name__} has two handlers: {other.handler} and {row.handler}")
@@ -80,7 +80,7 @@ class CommandRouter:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Handle a new request; a repeated one gets its answer or goes on waiting."""
+        """Handle a new request. A repeated request gets its answer or goes on waiting."""
         if self.answer_if_repeated(request, sender):
             if self._answers[request.id] is None:
                 self._handlers[type(request.command)].again(request.id)
@@ -95,7 +95,7 @@ class CommandRouter:
         self._handle(request, Fetch())
 
     def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool:
-        """Answer a request that came before, or answer it at `sender` once it ends. Return False if it is new."""
+        """Return True if the request came before. Then `sender` gets the answer, now or when there is one."""
         if request.id not in self._answers:
             return False
         self._senders[request.id] = sender
@@ -105,13 +105,13 @@ class CommandRouter:
         return True
 
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
-        """Handle a request; if the handler has to read first, handle it again from its start after the read."""
-        self._live.turn.failure_calls.append(lambda error: self.lost(request, error))
+        """Call the handler of a request. If it needs data from the log, read that in a thread and call it once more."""
+        self._live.turn.failure_calls.append(lambda error: self.on_turn_lost(request, error))
         name, handler = request.command.name, self._handlers[type(request.command)].handler
         write_count = len(self._live.turn.writes)
         self._live.fetch = fetched
         try:
-            self._in_hand.take(request)
+            self._in_hand.begin_request(request)
             handler(request)
         except NotRead as missing:
             key = missing.key  # the name `missing` ends with this block
@@ -119,7 +119,7 @@ class CommandRouter:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
                 self._in_hand.blame(request, error)
                 raise error from None  # it would record again with each new start
-            self._in_hand.put_aside(request)
+            self._in_hand.suspend_request(request)
             self._live.turn.failure_calls.pop()  # nothing of it can fail
 
             def done(result: Any) -> None:
@@ -137,8 +137,8 @@ class CommandRouter:
         finally:
             self._live.fetch = read_now
 
-    def lost(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Answer that the request's turn could not be written; if another turn caused that, keep it to do it again."""
+    def on_turn_lost(self, request: CommandRequest[Any], error: Exception) -> None:
+        """Answer a request whose turn could not be written. If another turn was the cause, handle it again instead."""
         if isinstance(error, Undone):
             self._undone[request.id] = request
         else:
@@ -157,12 +157,12 @@ class CommandRouter:
     ) -> None:
         """Answer once this turn is durable, or with the error if it can't be written."""
         self._live.when_durable(lambda: self.answer(request, value, error))
-        self._live.turn.failure_calls.append(lambda lost: self.lost(request, lost))
+        self._live.turn.failure_calls.append(lambda lost: self.on_turn_lost(request, lost))
 
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None:
-        """Answer now; a value too large for a message is stored as a payload first."""
+        """Answer now. A value too large for a message is first stored as a payload."""
         failure = None if error is None else error_to_dict(error)
         try:
             data = orjson.dumps(value)
@@ -182,7 +182,7 @@ class CommandRouter:
         self._live.run_in_thread(lambda: self._live.payloads.put(data), on_stored)
 
     def _answer_with(self, reply: Reply) -> None:
-        """Remember a reply, and send it to the client if it waits."""
+        """Keep a reply for repeated requests, and send it to the client if it waits."""
         self._answers[reply.id] = reply
         self._deliver(reply)
 

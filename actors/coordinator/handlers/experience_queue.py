@@ -1,11 +1,11 @@
 """The queue from which a trainer takes single experiences (`take_experiences`) instead of whole batches.
 
-A priority function chooses among the experiences that the fold in `projections/experience_queue.py` offers. Each take
-is recorded (ExperiencesTaken) before the client gets its answer, so no crash lets an experience be taken more than
-`max_use_count` times, and the same request id gets the same experiences again.
+A priority function ranks the experiences in the queue (folded by `projections/experience_queue.py`). Each take is
+recorded (ExperiencesTaken) before the client gets its answer. So even after a crash no experience is taken more than
+`max_use_count` times, and a repeated request gets the same experiences.
 
 Requests that can't be served yet wait in the order of arrival. A waiting client repeats its request every few seconds
-(`connection.py`); one that is silent for `SILENT_SECONDS` gets nothing.
+(`connection.py`). A client that is silent for `SILENT_SECONDS` gets nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
 from trinity_es.actors.config.data_sections import QueueConfig
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.plugin_lookup import build
@@ -32,16 +32,19 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.experience_queue import QueueState, add_older, find_older, slice_refs
 
-__all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
+__all__ = [
+    "PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "build_priority", "choose_experiences",
+    "count_available",
+]
 
 SILENT_SECONDS = 15.0
-"""Silence after which a client counts as dead: three times the interval of its repeated requests."""
+"""Silence after which a client counts as dead; three times the interval at which it repeats its request."""
 _LOG = logging.getLogger("trinity_es.queue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Neighbouring experiences of one delivery with equal properties, which a priority function ranks together."""
+    """Adjacent experiences of one delivered batch with equal properties, which a priority function ranks together."""
 
     batch_id: BatchId
     first: int
@@ -49,7 +52,7 @@ class Candidate:
     count: int
     model_version: int
     use_count: int
-    """How often they were taken so far."""
+    """How often these experiences were taken so far."""
     age: int
     """Number of later deliveries in the queue; 0 for the newest."""
 
@@ -58,7 +61,7 @@ class Priority(Protocol):
     """Pure ranking function, built once with `priority_fn_args`."""
 
     def __call__(self, candidate: Candidate) -> float | None:
-        """Return a rank, the highest first and equal ranks by age; None if they must not be taken."""
+        """Return a rank, of which the highest is taken first; None if the candidate must not be taken."""
 
 
 class LinearDecay:
@@ -72,9 +75,10 @@ class LinearDecay:
 
 
 class LimitedDecay(LinearDecay):
-    """`decay_limit_randomization`: `linear_decay` plus normal noise of deviation `sigma`, for `use_count_limit` uses.
+    """`decay_limit_randomization`: `linear_decay` plus normal noise with standard deviation `sigma`.
 
-    The noise is derived from a hash of the candidate, so it is always the same. A limit of 0 means no limit.
+    After `use_count_limit` uses (0: no limit) a candidate is not taken. The noise is derived from a hash of the
+    candidate, so it is always the same.
     """
 
     def __init__(self, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0) -> None:
@@ -98,11 +102,11 @@ class Fifo:
 PRIORITIES: dict[str, Callable[..., Priority]] = {
     "decay_limit_randomization": LimitedDecay, "fifo": Fifo, "linear_decay": LinearDecay,
 }
-"""Priority functions by their name in the config; there, "module:Class" names one of your own."""
+"""Priority functions by their name in the config. A config may also name a user's own, as "module:Class"."""
 
 
-def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
-    """Return the priority function that `buffer.queue` names. Raises ConfigError."""
+def build_priority(name: str, args: Mapping[str, Any]) -> Priority:
+    """Build and return the priority function with this name, as in `buffer.queue`. Raises ConfigError."""
     requirement = "a class whose objects are called with a Candidate and return a number"
     priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
     if not callable(priority):
@@ -112,13 +116,11 @@ def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
     return priority
 
 
-def choose(
+def choose_experiences(
     state: QueueState, n: int, now: float, *, priority: Priority, max_use_count: int, cooldown: float
 ) -> list[ev.TakenItem]:
-    """Return the next `n` experiences, or fewer if there are no more, without changing the state.
-
-    `now` is in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number.
-    """
+    """Return the `n` experiences with the highest priority, or fewer if there are no more. Does not change the state.
+    `now` is in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number."""
     ranked = []
     newest = len(state.deliveries) - 1
     for number, delivery in enumerate(state.deliveries.values()):
@@ -149,7 +151,7 @@ def choose(
 
 
 def _rank(priority: Priority, candidate: Candidate) -> float | None:
-    """Return a candidate's rank; None if it must not be taken. Raises PipelineError if that is neither."""
+    """Return a candidate's rank; None if it must not be taken. Raises PipelineError if `priority` returns no number."""
     try:
         returned = priority(candidate)
         if returned is None:
@@ -162,8 +164,8 @@ def _rank(priority: Priority, candidate: Candidate) -> float | None:
     return rank
 
 
-def available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
-    """Return the number of experiences that were not taken too often or too recently."""
+def count_available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
+    """Return the number of experiences that may be taken now: not taken too often, or too recently."""
     return sum(
         int(np.count_nonzero((d.use_counts < max_use_count) & (d.taken_at + cooldown <= now)))
         for d in state.deliveries.values()
@@ -177,20 +179,20 @@ class ExperienceQueue:
         self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[], float],
     ) -> None:
         """`config` is `buffer.queue`; `clock` returns unix seconds."""
-        self._priority = priority_of(config.priority_fn, config.priority_fn_args)
+        self._priority = build_priority(config.priority_fn, config.priority_fn_args)
         self._limits: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting_requests: dict[str, CommandRequest[TakeExperiences]] = {}
         self._heard_at: dict[str, float] = {}
-        """When the client of each waiting request last sent it, unix seconds."""
+        """Id of a waiting request -> unix seconds at which its client last sent it."""
         self._unused_count = 0
-        """Number of experiences that had left the queue untaken at the last warning."""
+        """Number of experiences that had left the queue untaken when the last warning was logged."""
 
-    def handlers(self) -> list[Handled]:
-        return [handled(TakeExperiences, self.take, again=self.on_repeated_request)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(TakeExperiences, self.take, again=self.on_repeated_request)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Answer with as many experiences as requested, now or when the queue has them."""
+        """Answer with the requested number of experiences, now or when the queue has as many."""
         timeout = request.command.timeout
         items = self._live.queue.requests.get(request.id)
         if items is not None:  # an earlier coordinator did it, and its answer was lost
@@ -213,14 +215,14 @@ class ExperienceQueue:
             self.check()
 
     def check(self) -> None:
-        """Serve the waiting requests that the queue can serve by now; warn of experiences that left it untaken."""
+        """Serve the waiting requests for which the queue has enough. Warn of experiences that left it untaken."""
         now = self._clock()
         for request in list(self._waiting_requests.values()):
             if now - self._heard_at[request.id] > SILENT_SECONDS:
                 continue
             n = request.command.n
             try:
-                items = choose(self._live.queue, n, now, priority=self._priority, **self._limits)
+                items = choose_experiences(self._live.queue, n, now, priority=self._priority, **self._limits)
             except PipelineError as e:
                 self._forget(request)
                 self._router.reply(request, error=e)
@@ -238,7 +240,7 @@ class ExperienceQueue:
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused_count)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        """Check again when the first of the experiences that were taken too recently may be taken again."""
+        """Set a timer that calls `check` when the next cooldown of an experience ends."""
         cooldown, max_use_count = self._limits["cooldown"], self._limits["max_use_count"]
         pause = math.inf
         for delivery in self._live.queue.deliveries.values():
@@ -249,7 +251,7 @@ class ExperienceQueue:
             self._actor.after(max(0.01, pause), "take:cooldown", self.check)
 
     def on_trainer_restarted(self, step: int) -> None:
-        """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
+        """Return the experiences taken for steps after `step` to the queue, since a trainer resumed from there."""
         takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
             self._live.record(ev.ExperiencesReturned(step=step))
@@ -258,11 +260,11 @@ class ExperienceQueue:
     def status(self) -> dict[str, int]:
         """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
-        available_count = available(state, self._clock(), **self._limits)
+        available_count = count_available(state, self._clock(), **self._limits)
         return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting_requests)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Stop waiting for a request, which gets its answer now."""
+        """Remove a waiting request, which gets its answer now."""
         self._waiting_requests.pop(request.id, None)
         self._heard_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
@@ -273,22 +275,22 @@ class ExperienceQueue:
             return
         self._forget(request)
         n, timeout = request.command.n, request.command.timeout
-        available_count = available(self._live.queue, self._clock(), **self._limits)
+        available_count = count_available(self._live.queue, self._clock(), **self._limits)
         self._router.reply(request, error=TakeTimeout(
-            f"{available_count} of {n} experiences could be taken after {timeout} s, so none was: take fewer or ask "
-            "again",
+            f"the queue has only {available_count} of {n} experiences after {timeout} s, so none were taken: take "
+            "fewer, or try again",
             available=available_count, wanted=n,
         ))
 
     def _answer_with_items(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
-        """Answer with the places of these items' experiences, or with the error if they were freed."""
+        """Answer with the locations of the taken experiences, or with the error if their payloads were deleted."""
         try:
-            self._router.reply(request, [self._location(item) for item in items])
+            self._router.reply(request, [self._item_location(item) for item in items])
         except PayloadNotFound as e:
             self._router.reply(request, error=e)
 
-    def _location(self, item: ev.TakenItem) -> TakenExperiences:
-        """Return where an item's experiences lie; read it from the log if the batch has left the queue."""
+    def _item_location(self, item: ev.TakenItem) -> TakenExperiences:
+        """Return the location of a taken item's experiences. If its batch has left the queue, read it from the log."""
         stream = batch_stream(item.batch_id)
         delivery = self._live.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
@@ -303,7 +305,7 @@ class ExperienceQueue:
 
 
 def _delivered_refs(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
-    """Return the payloads that the BatchFinalized at this version of a batch's stream delivered."""
+    """Return the payloads in the BatchFinalized at this version of a batch's stream; [] if there is none."""
     for recorded in log.read(stream=stream, types=["BatchFinalized"]):
         if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
             return recorded.event.experiences

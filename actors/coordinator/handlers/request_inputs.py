@@ -1,4 +1,4 @@
-"""Reads for requests: the tasks that they bring, and the results of an earlier coordinator."""
+"""Inputs of requests that may have to be read: submitted tasks, and the result of an earlier coordinator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ MAX_SEARCHED_EVENTS = 1000
 
 
 def submitted_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
-    """Return the tasks, and each packed for a message. Raises DataError, which names the task.
-
-    If they came as a payload, a thread reads them and stores each task that is too large for a message.
-    """
+    """Return the tasks in a command's parcel, and each of them packed for a message. Raises DataError for a wrong task.
+    If the parcel names a payload, a thread reads it, and stores each task that is too large for a message."""
 
     def read() -> tuple[list[dict[str, Any]], list[Parcel]]:
         tasks = check_tasks(unpack(parcel, live.payloads))
@@ -33,9 +31,9 @@ def submitted_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any
 
 
 def processed_before(log: EventLog, request_id: str) -> dict[str, float] | None:
-    """Return this request's metrics if an earlier coordinator did it and its answer was lost.
+    """Return the pipeline's metrics if an earlier coordinator handled this request and its answer was lost, else None.
 
-    A client that lost an answer asks again within minutes, so the newest events suffice.
+    A client that lost an answer repeats its request within minutes, so only the newest events are searched.
     """
     for recorded in log.rare(["ExperiencesProcessed"], descending=True, limit=MAX_SEARCHED_EVENTS):
         event = recorded.event

@@ -1,8 +1,8 @@
-"""Handlers of clients' commands about runners; none of them blocks.
+"""Handlers of clients' commands about runners: restarts and states.
 
-The coordinator repeats a restart request to the guardian until the next life has begun. The request names the life to
-end, so repetitions end no other. If clients ask for the state of a runner, the coordinator asks the runner once,
-however many clients ask. Without an answer within `ANSWER_SECONDS` they get the state that the coordinator recorded.
+The coordinator repeats a restart request to the guardian until the runner's next process has begun. The request names
+the incarnation to end, so repetitions end no other. If several clients ask for the state of a runner, the coordinator
+asks the runner once. Without an answer within `ANSWER_SECONDS` they get the state that the coordinator has.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from trinity_es.actors import commands
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.messages import QueryActivity, ReplaceRunner, RunnerActivity
-from trinity_es.actors.runner_activity import runner_state, table
+from trinity_es.actors.runner_activity import runner_state, states_table
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.projections.runner import RunnerState, newest_life
 
 __all__ = ["RunnerHandlers"]
 
 ANSWER_SECONDS = 1.0
-"""Time for runners to report their state."""
+"""Time limit for runners to report their state."""
 REPEAT_SECONDS = 2.0
 """Interval between two requests to the guardian."""
 SILENT_SECONDS = 20.0
-"""Time after which a silent runner gets the question again, since by then the first one must be lost."""
+"""Time after which an unanswered question to a runner counts as lost, so that it may be asked again."""
 
 States = dict[str, dict[str, Any]]
 
@@ -40,7 +40,7 @@ class _Question:
 
     names: list[str]
     silent_names: set[str]
-    """Runners that were asked and have not answered."""
+    """Names of the runners that have not answered."""
     done: Callable[[States], None]
     answers: States = field(default_factory=dict)
 
@@ -54,16 +54,16 @@ class RunnerHandlers:
         self._questions: dict[str, _Question] = {}
         """Open questions by id."""
         self._asked_at: dict[tuple[str, int], float] = {}
-        """Time of the unanswered question to each life of a runner."""
+        """(runner, incarnation) -> monotonic seconds of an unanswered QueryActivity."""
         self._restarts: dict[str, tuple[CommandRequest[commands.RestartRunner], ReplaceRunner]] = {}
-        """Requests for restarts and what they ask the guardian, by the request's id."""
+        """Request id -> request for a restart, with the order for the guardian."""
 
-    def handlers(self) -> list[Handled]:
-        return [handled(commands.RestartRunner, self.restart), handled(GetRunnerStates, self.states)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(commands.RestartRunner, self.restart), handler_row(GetRunnerStates, self.states)]
 
     # --- restarts ---------------------------------------------------------------------------------------------------
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
-        """End a life of a runner, and answer when the next one has begun. Raises RunnerNotFound."""
+        """End a runner's process, and answer when its next process has begun. Raises RunnerNotFound."""
         name, incarnation = request.command.runner, request.command.incarnation
         if name not in self.registry.runners and newest_life(self.registry.live.lives, name) is None:
             raise RunnerNotFound(f"there is no runner {name!r}; runners: {', '.join(sorted(self.registry.runners))}")
@@ -72,14 +72,14 @@ class RunnerHandlers:
         self._ask_guardian(request.id)
 
     def _ask_guardian(self, request_id: str) -> None:
-        """Ask the runner's guardian for the restart, again and again until the next life has begun."""
+        """Send the order for a restart to the runner's guardian, and repeat it until the next process has begun."""
         if request_id in self._restarts:
             _, order = self._restarts[request_id]
             self.actor.send(self.guardian_of(order.name), order)
             self.actor.after(REPEAT_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
 
     def check_restarts(self) -> None:
-        """Answer the restarts whose runner has a new life."""
+        """Answer the requests for a restart whose runner has a new process."""
         for request, order in list(self._restarts.values()):
             runner = self.registry.runners.get(order.name)
             if runner is not None and runner.incarnation > order.incarnation:
@@ -89,14 +89,14 @@ class RunnerHandlers:
 
     # --- states -----------------------------------------------------------------------------------------------------
     def states(self, request: CommandRequest[GetRunnerStates]) -> None:
-        """Answer with the states of the named runners, or of all; unknown names are left out."""
+        """Answer with the states of the named runners, or of all. Unknown names are left out."""
         names = request.command.names
         runners = [n for n in sorted(self.registry.runners) if names is None or n in names]
         self.ask(runners, lambda states: self.router.answer(request, states))
 
     def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
-        """Ask runners for their states; call `done` with them after `ANSWER_SECONDS` at the latest. A runner that was
-        asked a short time ago is not asked again: its answer serves this question too."""
+        """Ask runners for their states, and call `done` with them after `ANSWER_SECONDS` at the latest. If a runner has
+        an unanswered question, it gets no second one: its answer counts for both."""
         question_id = uuid.uuid4().hex
         question = _Question(list(names), set(), done)
         for name in question.names:
@@ -109,12 +109,12 @@ class RunnerHandlers:
                     self.actor.send(runner.address, QueryActivity(runner.incarnation))
         self._questions[question_id] = question
         if question.silent_names:
-            self.actor.after(ANSWER_SECONDS, f"states:{question_id}", lambda: self._finish(question_id))
+            self.actor.after(ANSWER_SECONDS, f"states:{question_id}", lambda: self._finish_question(question_id))
         else:
-            self._finish(question_id)
+            self._finish_question(question_id)
 
     def on_activity(self, message: RunnerActivity) -> None:
-        """Take a runner's state as the answer to all questions that wait for it."""
+        """Add a runner's state to all questions that wait for it."""
         self._asked_at.pop((message.name, message.incarnation), None)
         for question_id, question in list(self._questions.items()):
             if message.name in question.silent_names:
@@ -122,17 +122,17 @@ class RunnerHandlers:
                 question.answers[message.name] = message.state
                 if not question.silent_names:
                     self.actor.cancel(f"states:{question_id}")
-                    self._finish(question_id)
+                    self._finish_question(question_id)
 
-    def _finish(self, question_id: str) -> None:
-        """Pass on the answers to a question, with the recorded states of the runners that are silent."""
+    def _finish_question(self, question_id: str) -> None:
+        """Pass the states to the question's `done`. For runners that did not answer, these are the recorded states."""
         question = self._questions.pop(question_id)
-        known_names = question.answers.keys() | self.registry.runners.keys()  # a reload forgets runners
+        known_names = question.answers.keys() | self.registry.runners.keys()  # after a reload runners are missing
         names = [n for n in question.names if n in known_names]
         question.done({name: question.answers.get(name) or self._recorded_state(name) for name in names})
 
     def _recorded_state(self, name: str) -> dict[str, Any]:
-        """Return a runner's state as far as the coordinator knows it, as plain JSON."""
+        """Return a runner's state from the coordinator's records, as plain JSON."""
         runner = self.registry.runners[name]
         loads = self.registry.live.in_flight.loads
         return runner_state(
@@ -141,6 +141,6 @@ class RunnerHandlers:
         )
 
     def report(self, interval: float, write: Callable[[str], None]) -> None:
-        """Pass a table of what all runners do to `write`, every `interval` seconds."""
+        """Call `write` with a table of all runners' activity, every `interval` seconds."""
         self.actor.after(interval, "runner states", lambda: self.report(interval, write))
-        self.ask(sorted(self.registry.runners), lambda states: write(table(states)))
+        self.ask(sorted(self.registry.runners), lambda states: write(states_table(states)))

@@ -1,8 +1,8 @@
 """Handlers of a scheduler's commands: it adds tasks, waits for results and takes them.
 
 A poll gets its answer when the batch has made enough progress, or when its time is over. The scheduler reads the
-results from the log and the payload store and confirms them afterwards, so one that dies in between leaves them to the
-next.
+results from the log and the payload store, and confirms them afterwards. If it dies in between, the next scheduler gets
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -44,7 +44,7 @@ P = TypeVar("P")
 
 @dataclass(slots=True)
 class Poll(Generic[P]):
-    """Client that waits until the progress of a batch (None: of all) meets a condition."""
+    """Request that waits until the progress of a batch (None: of all batches) is enough."""
 
     request: CommandRequest[Command[P]]
     batch_id: BatchId | None
@@ -63,19 +63,19 @@ class SchedulerHandlers:
         self._router, self._actor = router, actor
         self._polls: dict[str, Poll[Any]] = {}
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(ScheduleTasks, self.schedule),
-            handled(PollBatch, self.poll),
-            handled(PollAllBatches, self.poll_all),
-            handled(DropOpenTasks, self.drop_open),
-            handled(TakeResults, self.take),
-            handled(PauseBatches, self.pause),
-            handled(ResumeBatches, self.resume),
+            handler_row(ScheduleTasks, self.schedule),
+            handler_row(PollBatch, self.poll),
+            handler_row(PollAllBatches, self.poll_all),
+            handler_row(DropOpenTasks, self.drop_open),
+            handler_row(TakeResults, self.take),
+            handler_row(PauseBatches, self.pause),
+            handler_row(ResumeBatches, self.resume),
         ]
 
     def _scheduled_batches(self) -> list[BatchState]:
-        """Return the open batches of schedulers, by id."""
+        """Return the open scheduled batches, sorted by id."""
         scheduled = [b for b in self._live.batches.values() if b.batch_type == "collect"]
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
@@ -84,7 +84,7 @@ class SchedulerHandlers:
         return collect_decisions.open_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
-        """Record events of a batch, and its end if clients took the results of all its tasks or dropped them."""
+        """Record events of a batch, and also its end if all its tasks are taken or dropped now."""
         self._live.record_batch(batch.batch_id, events)
         end_events = collect_decisions.end_if_done(batch)
         self._live.record_batch(batch.batch_id, end_events)
@@ -93,11 +93,11 @@ class SchedulerHandlers:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
-        """Begin a batch with these tasks, or add them to it; answer with the number of the first one."""
+        """Begin a batch with these tasks, or add them to it. Answer with the number of the first new task."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
         events = collect_decisions.schedule(
-            self._live.find(batch_id), batch_id=batch_id,
+            self._live.find_batch(batch_id), batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             evals=[i for i, task in enumerate(tasks) if task.get("is_eval")],
@@ -107,12 +107,12 @@ class SchedulerHandlers:
         if events:
             self._live.record_batch(batch_id, events)
             self._live.keep_tasks(batch_id, parcels, are_added=isinstance(events[-1], ev.TasksAdded))
-        batch = self._live.find(batch_id)
+        batch = self._live.find_batch(batch_id)
         self._router.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def poll(self, request: CommandRequest[PollBatch]) -> None:
-        """Answer with a batch's progress: when it has enough results, has ended, or is paused and runs nothing."""
+        """Answer with a batch's progress when it has enough results or no open task, or is paused and runs nothing."""
         command = request.command
         batch = self._open_batch(command.batch_id)
         if batch is not None and command.resume:
@@ -127,7 +127,7 @@ class SchedulerHandlers:
         self._answer_when_enough(poll, command.seconds)
 
     def poll_all(self, request: CommandRequest[PollAllBatches]) -> None:
-        """Answer with the progress of all scheduled batches, now or when a task is settled."""
+        """Answer with the progress of all scheduled batches when a task was settled, or no task is open."""
         settled_before = request.command.settled
 
         def is_enough(progress: StoreProgress) -> bool:
@@ -136,7 +136,7 @@ class SchedulerHandlers:
         self._answer_when_enough(Poll(request, None, self._progress_of_all, is_enough), request.command.seconds)
 
     def _answer_when_enough(self, poll: Poll[P], seconds: float) -> None:
-        """Answer a poll now if its progress is enough; else when it is, or when `seconds` are over."""
+        """Answer a poll now if the progress is enough. Otherwise answer it when it is, or when `seconds` are over."""
         progress = poll.progress()
         if seconds <= 0 or poll.is_enough(progress):
             self._router.reply(poll.request, progress)
@@ -145,7 +145,7 @@ class SchedulerHandlers:
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
 
     def check(self, batch_ids: Iterable[BatchId]) -> None:
-        """Answer the polls of these batches whose progress is enough by now."""
+        """Answer the polls about these batches whose progress is enough now."""
         if not self._polls:
             return
         changed_ids = set(batch_ids)
@@ -167,7 +167,7 @@ class SchedulerHandlers:
         )
 
     def _progress(self, batch_id: BatchId) -> BatchProgress:
-        """Return a batch's progress; that of an ended batch has no open and no ready task."""
+        """Return a batch's progress. For an ended batch all numbers are 0."""
         batch = self._live.batches.get(batch_id)
         if batch is None or batch.batch_type != "collect":
             return BatchProgress(open=0, ready=0, running=0, paused=False, submission="")
@@ -191,14 +191,14 @@ class SchedulerHandlers:
         for batch in batches:
             events = collect_decisions.drop_rest(batch, reason=reason, return_partial=return_partial)
             if events:
-                self._dispatcher.revoke(batch)
+                self._dispatcher.cancel_units(batch)
                 self._record_and_end(batch, events)
         self._router.reply(request)
 
     def take(self, request: CommandRequest[TakeResults]) -> None:
-        """Record that this client has these results; answer with those that no other client had taken."""
+        """Record that this client has the results of these tasks. Answer with the tasks that no other client took."""
         command = request.command
-        batch = self._live.find(command.batch_id)
+        batch = self._live.find_batch(command.batch_id)
         own_tasks: list[int] = []
         if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:
@@ -210,14 +210,14 @@ class SchedulerHandlers:
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     def pause(self, request: CommandRequest[PauseBatches]) -> None:
-        """Pause the batches of a scheduler that stops; they get no runners until another scheduler resumes them."""
+        """Pause the batches of a scheduler that stops. Their units wait until a scheduler resumes them."""
         for batch in self._scheduled_batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
                 self._live.record_batch(batch.batch_id, collect_decisions.pause(batch, "its scheduler was stopped"))
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
-        """Let paused batches go on, since a scheduler has started."""
+        """Resume all paused batches, since a scheduler has started."""
         for batch in self._scheduled_batches():
             self._live.record_batch(batch.batch_id, collect_decisions.resume(batch))
         self._router.reply(request)

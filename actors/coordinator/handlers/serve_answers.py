@@ -1,7 +1,7 @@
-"""Handlers of commands about the proxy's answers in mode `serve`; each can be repeated.
+"""Handlers of commands about the proxy's answers in mode `serve`. Each command can be repeated.
 
-The proxy records an answer before its client gets the end of it. A client rewards it later by message id, and a commit
-delivers all rewarded answers through the pipeline.
+The proxy records an answer before its client gets the end of it. Later a client gives it a reward, by the answer's
+message id. A commit delivers all rewarded answers through the pipeline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
@@ -31,7 +31,7 @@ from trinity_es.projections.tables import serve_answers
 __all__ = ["BATCH", "AnswerHandlers", "put_rewards"]
 
 BATCH = "serve"
-"""Batch id of every experience of the proxy."""
+"""Batch id of all experiences of the proxy."""
 
 
 class AnswerHandlers:
@@ -39,27 +39,27 @@ class AnswerHandlers:
     def __init__(
         self, live: LiveState, outputs: Outputs, router: Responder, run_job: Callable[[str, PipelineJob], None]
     ) -> None:
-        """`run_job` takes the job's name, and runs the pipeline."""
+        """`run_job(name, job)` runs the pipeline."""
         self._live, self._outputs, self._router, self._run_job = live, outputs, router, run_job
         self._deliveries: deque[CommandRequest[DeliverAnswers]] = deque()
         """Requests for deliveries; the first is in progress."""
         self._delivery_count = 0
         """Number of deliveries that have ended."""
         self._ids_being_rewarded: set[str] = set()
-        """Ids of messages whose reward is being written, so they wait for the next delivery."""
+        """Ids of answers whose reward is not durable yet, so that they wait for the next delivery."""
         self._ids_in_delivery: frozenset[str] = frozenset()
-        """Ids of messages in the delivery that is in progress."""
+        """Ids of the answers in the present delivery."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(RecordAnswers, self.record),
-            handled(RewardAnswers, self.reward),
-            handled(DeliverAnswers, self.deliver),
-            handled(CountAnswers, self.count),
+            handler_row(RecordAnswers, self.record),
+            handler_row(RewardAnswers, self.reward),
+            handler_row(DeliverAnswers, self.deliver),
+            handler_row(CountAnswers, self.count),
         ]
 
     def record(self, request: CommandRequest[RecordAnswers]) -> None:
-        """Record answers that the proxy gave; answer with the number of those that were not recorded before."""
+        """Record the proxy's answers to its clients. Reply with the number of answers that were not recorded before."""
         answers = request.command.answers
         recorded_states = self._find([a.message for a in answers])
         new_answers = [a for a in answers if a.message not in recorded_states]  # the reply for the others was lost
@@ -68,14 +68,15 @@ class AnswerHandlers:
         self._router.reply(request, len(new_answers))
 
     def reward(self, request: CommandRequest[RewardAnswers]) -> None:
-        """Reward answers: all of them, or none. Raises AnswerNotFound, AnswerDelivered."""
+        """Give a reward to all of these answers, or to none. Raises AnswerNotFound, AnswerDelivered."""
         command = request.command
         message_ids = list(dict.fromkeys(command.messages))
         event = ev.AnswersRewarded(messages=message_ids, reward=command.reward, task=command.task, run=command.run)
         states = self._find(message_ids)
         unknown_ids = [i for i in message_ids if i not in states]
         if unknown_ids:
-            raise AnswerNotFound(f"no answer has the message id {', '.join(unknown_ids[:5])}", messages=unknown_ids)
+            raise AnswerNotFound(f"no answer has the message id {', '.join(unknown_ids[:5])}: give the ids that the "
+                                 "proxy's answers contain", messages=unknown_ids)
         changed_ids = [i for i in message_ids if (states[i].reward, states[i].task, states[i].run)
                        != (event.reward, event.task, event.run)]
         delivered_ids = [i for i in changed_ids if states[i].delivered or i in self._ids_in_delivery]
@@ -92,13 +93,13 @@ class AnswerHandlers:
         self._router.reply(request, len(message_ids))
 
     def deliver(self, request: CommandRequest[DeliverAnswers]) -> None:
-        """Take all rewarded answers through the pipeline, once the deliveries before this one have ended."""
+        """Run all rewarded answers through the pipeline, after the earlier deliveries have ended."""
         self._deliveries.append(request)
         if len(self._deliveries) == 1:
             self._start_delivery()
 
     def _start_delivery(self) -> None:
-        """Have a thread read which answers the first request delivers, then run the pipeline."""
+        """Have a thread read which answers the first request has to deliver, then run the pipeline on them."""
         request, log = self._deliveries[0], self._live.log
         self._live.run_in_thread(
             lambda: (processed_before(log, request.id), log.query(serve_answers.to_deliver)),
@@ -109,8 +110,8 @@ class AnswerHandlers:
         self, request: CommandRequest[DeliverAnswers],
         result: tuple[dict[str, float] | None, list[serve_answers.AnswerState]] | Exception,
     ) -> None:
-        """Run the pipeline on the rewarded answers that were read; end the delivery if there is nothing to do. `result`
-        has the metrics of this request if an earlier coordinator did it (else None), and the answers."""
+        """Run the pipeline on the answers that were read, or end the delivery if there is nothing to do. `result` has
+        the answers, and the metrics if an earlier coordinator handled this request (else None)."""
         if isinstance(result, Exception):
             self._end_delivery(request, None, result)
             return
@@ -127,7 +128,7 @@ class AnswerHandlers:
         ))
 
     def _on_pipeline_done(self, request: CommandRequest[DeliverAnswers], result: PipelineDone | BaseException) -> None:
-        """Record what the pipeline delivered, and end the delivery."""
+        """Record the pipeline's result, and end the delivery."""
         message_ids = sorted(self._ids_in_delivery)
         if isinstance(result, BaseException):
             self._end_delivery(request, None, result)
@@ -148,7 +149,7 @@ class AnswerHandlers:
         self, request: CommandRequest[DeliverAnswers], value: DeliveredAnswers | None,
         error: BaseException | None = None,
     ) -> None:
-        """Answer, and start the next delivery once this is durable, since the table shows it only then."""
+        """Answer the request. Once the turn is durable, and so in the table of answers, start the next delivery."""
         self._router.reply(request, value, error)
 
         def start_next() -> None:
@@ -161,14 +162,14 @@ class AnswerHandlers:
         def fail_all(error: Exception) -> None:
             self._ids_in_delivery = frozenset()
             while self._deliveries:
-                self._router.lost(self._deliveries.popleft(), error)
+                self._router.on_turn_lost(self._deliveries.popleft(), error)
 
         self._live.when_durable(start_next)
         self._live.turn.failure_calls.append(fail_all)
 
     def _find(self, message_ids: list[str]) -> dict[str, serve_answers.AnswerState]:
-        """Return the states of the recorded answers with these message ids. May raise NotRead."""
-        # A read from before the end of the last delivery may show an answer as not delivered.
+        """Return the states of the recorded answers among these message ids. May raise NotRead."""
+        # The count is in the key, since a read before the end of the last delivery shows its answers as not delivered.
         log, key = self._live.log, ("answers", self._delivery_count, *message_ids)
         states: dict[str, serve_answers.AnswerState] = self._live.fetch(
             key, lambda: log.query(lambda connection: serve_answers.find(connection, message_ids))
@@ -176,13 +177,13 @@ class AnswerHandlers:
         return states
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
-        """Answer with the numbers of answers by state."""
+        """Answer with the number of answers in each state."""
         log = self._live.log
         self._router.answer(request, self._live.fetch("answers", lambda: log.query(serve_answers.counts)))
 
 
 def put_rewards(experiences: list[Experience], answer_by_id: dict[str, serve_answers.AnswerState]) -> None:
-    """Put the posted rewards into the proxy's experiences, by `info["message_id"]`, and set their task, run and step.
+    """Set the reward, task, run and step of each experience from its answer, whose id is `info["message_id"]`.
     The answers of one run become its steps, in order."""
     steps_by_run: dict[tuple[str, int], dict[str, int]] = {}
     for answer in answer_by_id.values():

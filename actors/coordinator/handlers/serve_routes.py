@@ -1,7 +1,7 @@
-"""Routes to the engines in mode `serve`.
+"""Routes from proxies to the engines in mode `serve`.
 
-A proxy polls the table of serving engines and gets an answer when it changes, or after `POLL_SECONDS`. An engine leaves
-the table before it loads weights. It loads once every proxy has polled again, and so has the new table.
+A proxy polls the table of serving engines, and gets an answer when the table changes, or after `POLL_SECONDS`. An
+engine leaves the table before it loads weights. It loads once every proxy has polled again and so has the new table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trinity_es.actors.commands import CommandRequest, EngineRoute, GetRoutes, RouteTable
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 
 __all__ = ["RouteHandlers"]
@@ -19,9 +19,9 @@ __all__ = ["RouteHandlers"]
 POLL_SECONDS = 2.0
 """Maximum time that a poll waits for a change."""
 GONE_SECONDS = 5.0
-"""Silence after which a proxy counts as gone."""
+"""Silence after which a proxy counts as ended."""
 TAKEN_OUT_SECONDS = 1.0
-"""Time after which an engine that left the table loads, even if a proxy has not polled again."""
+"""Time after which an engine that left the table loads in any case, even if a proxy has not polled again."""
 
 
 @dataclass(slots=True)
@@ -30,13 +30,13 @@ class _Proxy:
 
     url: str
     table_number: int = -1
-    """Number of the table that it has."""
+    """Number of the table that the proxy has."""
     polled_at: float = 0.0
     open_poll: CommandRequest[GetRoutes] | None = None
 
 
 class RouteHandlers:
-    """Table of serving engines for the proxies; engines leave it before they load weights."""
+    """Table of serving engines for the proxies. Engines leave it before they load weights."""
 
     def __init__(self, registry: RunnerRegistry, router: Responder, actor: TimerHost) -> None:
         self._registry, self._router, self._actor = registry, router, actor
@@ -44,13 +44,13 @@ class RouteHandlers:
         self._table_number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}
         self._waiting_loads: list[tuple[int, Callable[[], None]]] = []
-        """Loads of engines, each with the number of the first table without the engine."""
+        """(number of the first table without an engine, function that starts its load)."""
 
-    def handlers(self) -> list[Handled]:
-        return [handled(GetRoutes, self.routes)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(GetRoutes, self.routes)]
 
     def routes(self, request: CommandRequest[GetRoutes]) -> None:
-        """Answer a poll with the table: at once if the proxy has an older one, else when it changes."""
+        """Answer a proxy's poll with the table: at once if the proxy has an older table, otherwise when it changes."""
         command = request.command
         proxy = self._proxies.setdefault(command.proxy, _Proxy(command.url))
         self.update()
@@ -68,10 +68,10 @@ class RouteHandlers:
             self._router.answer(request, RouteTable(number=self._table_number, engines=self._table))
 
     def update(self) -> None:
-        """Send the proxies, at the end of a turn, a table that has changed."""
+        """At the end of a turn, answer the open polls if the table has changed."""
         if not self._proxies:
             return
-        table = [_route(r) for r in self._registry.staying() if r.life.served]
+        table = [_route_row(r) for r in self._registry.staying_runners() if r.life.served]
         if table != self._table:
             self._table, self._table_number = table, self._table_number + 1
             for proxy in self._proxies.values():
@@ -91,8 +91,8 @@ class RouteHandlers:
         self._start_loads()
 
     def _start_loads(self, overdue_number: int = -1) -> None:
-        """Start the loads of engines that no living proxy's table has; forget proxies that are gone. Loads up to the
-        table with `overdue_number` start even if a proxy has an older table."""
+        """Start the loads of engines that are in no living proxy's table. Loads with a table number up to
+        `overdue_number` start in any case."""
         now = self._actor.now()
         self._proxies = {name: p for name, p in self._proxies.items() if now - p.polled_at < GONE_SECONDS}
         oldest_number = min((p.table_number for p in self._proxies.values()), default=self._table_number)
@@ -103,8 +103,8 @@ class RouteHandlers:
             load()
 
 
-def _route(runner: RunnerRecord) -> EngineRoute:
-    """Return a runner's row in the table; an engine that loads, or lacks adapters, gets no requests."""
+def _route_row(runner: RunnerRecord) -> EngineRoute:
+    """Return a runner's row in the table. `serving` is False if its engine loads weights or lacks adapters."""
     return EngineRoute(
         runner=runner.name, incarnation=runner.incarnation, endpoint=runner.endpoint,
         model_version=runner.model_version, serving=runner.loading is None and runner.has_adapters,

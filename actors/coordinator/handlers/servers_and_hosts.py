@@ -7,7 +7,7 @@ from collections.abc import Callable
 from trinity_es.actors.commands import CommandRequest, DrainHost, DrainingHost, ScaledServers, ScaleServers
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.errors import DataError, HostNotFound
@@ -18,14 +18,14 @@ __all__ = ["MachineHandlers"]
 class MachineHandlers:
 
     def __init__(self, servers: ServerFleet, hosts: Callable[[], HostFleet | None], router: Responder) -> None:
-        """`hosts` returns the hosts that joined, or None if this head takes none."""
+        """`hosts` returns the hosts that joined, or None if hosts can't join this run."""
         self.servers, self.hosts, self.router = servers, hosts, router
 
-    def handlers(self) -> list[Handled]:
-        return [handled(ScaleServers, self.scale), handled(DrainHost, self.drain)]
+    def handlers(self) -> list[HandlerRow]:
+        return [handler_row(ScaleServers, self.scale), handler_row(DrainHost, self.drain)]
 
     def scale(self, request: CommandRequest[ScaleServers]) -> None:
-        """Add and remove external servers; answer with all of them. Raises DataError."""
+        """Add and remove external servers, and answer with all of them. Raises DataError."""
         command = request.command
         if not self.servers.enabled:
             raise DataError("servers can't be added to this run or removed: set explorer.rollout_model.engine_type "
@@ -34,7 +34,7 @@ class MachineHandlers:
         self.router.reply(request, ScaledServers(servers=[*self.servers.status()]))  # type: ignore[list-item]
 
     def drain(self, request: CommandRequest[DrainHost]) -> None:
-        """Give a host no new units, so that it can leave; answer with the number that it still has."""
+        """Give a host no new units, so that it can leave. Answer with the number of units that it still has."""
         name, fleet = request.command.host, self.hosts()
         hosts_by_name = {} if fleet is None else {host.name: host for host in fleet.present()}
         if fleet is None or name not in hosts_by_name:
@@ -46,7 +46,7 @@ class MachineHandlers:
 
 
 def _checked_urls(field: str, urls: list[str]) -> list[str]:
-    """Return the URLs in their normal form. Raises DataError, which names the command's field, for a wrong one."""
+    """Return the URLs in their normal form. Raises DataError for an invalid URL; it names `field` of the command."""
     try:
         return [checked_url(url) for url in urls]
     except ValueError as e:

@@ -1,4 +1,4 @@
-"""Handlers of commands about weights and LoRA adapters, which wait until every runner has a version or a group."""
+"""Handlers of commands about weights and LoRA adapters. Most wait until every runner has carried out an order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trinity_es.actors.coordinator.fleet.adapter_loading import AdapterLoading
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
-from trinity_es.actors.coordinator.handlers.command_router import Handled, handled
+from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
 
@@ -34,15 +34,15 @@ class LoadHandlers:
     def __init__(self, weights: WeightLoading, adapters: AdapterLoading, router: Responder, actor: TimerHost) -> None:
         self.weights, self.adapters, self.router, self.actor = weights, adapters, router, actor
         self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
-        """Requests with the loads that they await and a function that makes the answer, by id."""
+        """Request id -> request, the wait for its runners, and a function that returns the answer."""
 
-    def handlers(self) -> list[Handled]:
+    def handlers(self) -> list[HandlerRow]:
         return [
-            handled(SyncWeights, self.sync_weights),
-            handled(CheckWeightGroup, self.check_group),
-            handled(JoinWeightGroup, self.join_group),
-            handled(SyncAdapter, self.sync_adapter),
-            handled(RemoveAdapter, self.remove_adapter),
+            handler_row(SyncWeights, self.sync_weights),
+            handler_row(CheckWeightGroup, self.check_group),
+            handler_row(JoinWeightGroup, self.join_group),
+            handler_row(SyncAdapter, self.sync_adapter),
+            handler_row(RemoveAdapter, self.remove_adapter),
         ]
 
     def sync_weights(self, request: CommandRequest[SyncWeights]) -> None:
@@ -52,7 +52,7 @@ class LoadHandlers:
             command.version, command.path, command.method, again=command.again)
 
         def answer() -> SyncedWeights:
-            runners = self._runners_that(lambda r: r.model_version == command.version)
+            runners = self._matching_runners(lambda r: r.model_version == command.version)
             return SyncedWeights(version=command.version, runners=runners, from_group=from_group)
 
         self._wait(request, awaited, answer)
@@ -66,7 +66,7 @@ class LoadHandlers:
         ))
 
         def answer() -> SyncedAdapter:
-            runners = self._runners_that(lambda r: r.adapters.get(command.adapter) == command.version)
+            runners = self._matching_runners(lambda r: r.adapters.get(command.adapter) == command.version)
             return SyncedAdapter(adapter=command.adapter, version=command.version, runners=runners)
 
         self._wait(request, awaited, answer)
@@ -77,35 +77,36 @@ class LoadHandlers:
         self.router.reply(request)
 
     def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
-        """Answer whether the trainer's group is whole, so that it can send weights."""
+        """Answer whether the trainer can send weights over its process group."""
         self.router.answer(request, self.weights.group.is_whole())
 
     def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:
-        """Invite every runner into the trainer's group, and answer when all have joined."""
+        """Invite every runner to the trainer's process group, and answer when all have joined."""
         awaited = self.weights.group.join(request.id, request.command)
         joined = JoinedRunners(runners=sorted(awaited.waiting_on))
         for other in [r for r, _, _ in self._waiting.values() if isinstance(r.command, JoinWeightGroup)]:
-            self._end(other.id, "another group is being made")
+            self._end_wait(other.id, "another group is being made")
         self._wait(request, awaited, lambda: joined)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
-    def _runners_that(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
-        return sorted(r.name for r in self.weights.registry.rollout() if fulfil(r))
+    def _matching_runners(self, fulfil: Callable[[RunnerRecord], bool]) -> list[str]:
+        return sorted(r.name for r in self.weights.registry.rollout_runners() if fulfil(r))
 
     def _wait(self, request: LoadRequest, awaited: Awaited, answer: Callable[[], Any]) -> None:
         """Answer a request when its runners are done, or with an error after its timeout."""
         timeout = request.command.timeout
         self._waiting[request.id] = request, awaited, answer
-        self.actor.after(timeout, f"loads:{request.id}", lambda: self._end(request.id, f"no answer in {timeout} s"))
+        time_out = lambda: self._end_wait(request.id, f"no answer in {timeout} s")  # noqa: E731
+        self.actor.after(timeout, f"loads:{request.id}", time_out)
 
     def check(self) -> None:
-        """Answer, at the end of a turn, the requests whose runners are all done."""
+        """At the end of a turn, answer the requests whose runners have all carried out their orders."""
         for request_id, (_, awaited, _) in list(self._waiting.items()):
             if not awaited.waiting_on:
-                self._end(request_id)
+                self._end_wait(request_id)
 
-    def _end(self, request_id: str, timed_out: str = "") -> None:
-        """Answer a request and end its wait; `timed_out` is the error for each runner that has not answered."""
+    def _end_wait(self, request_id: str, timed_out: str = "") -> None:
+        """End a wait, and answer its request. `timed_out` is the error for each runner that has not answered."""
         request, awaited, answer = self._waiting.pop(request_id)
         self.actor.cancel(f"loads:{request_id}")
         for waiters in (self.weights.waiters, self.adapters.waiters):

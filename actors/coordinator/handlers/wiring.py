@@ -1,4 +1,4 @@
-"""Assembly of a coordinator's parts: its runners, and the handlers of all commands."""
+"""Construction of a coordinator's parts: the fleet of runners, and the handlers of all commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.batch_delivery import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
-from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handler_row
 from trinity_es.actors.coordinator.handlers.experience_queue import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
@@ -42,7 +42,7 @@ __all__ = ["Handlers"]
 
 
 class Handlers:
-    """Runners (`fleet`), and the router with the handlers of every command."""
+    """The fleet of runners, and the router with the handlers of all commands."""
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
@@ -51,9 +51,9 @@ class Handlers:
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`log_end` returns the mark of the last acknowledged event. `alive` are runners with a process. `trouble`
-        returns why the log can't be written now, and `refuses` True if writing requests fail meanwhile instead of
-        waiting. `hosts` returns the hosts that joined, or None if this head takes none.
+        """`log_end` returns the mark of the last acknowledged event. `alive` are the runners that have a process.
+        `trouble` returns why the log can't be written now, or None. `refuses` returns True if requests that write fail
+        now instead of waiting. `hosts` returns the hosts that joined, or None if hosts can't join this run.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -66,7 +66,7 @@ class Handlers:
         open_store = None
         if config.explorer.progress.seconds > 0:
             open_store = functools.partial(open_journals, config.store.url, durability=config.store.durability)
-        self.journals = LostJournals(live, open_store, registry.living)
+        self.journals = LostJournals(live, open_store, registry.living_processes)
         dispatcher = Dispatcher(registry, dynamic_timeout.timeout, log_end, self.journals.is_unread)
         lora = config.rollout.lora
         max_adapters = 0 if lora is None else lora.max_adapters
@@ -95,10 +95,10 @@ class Handlers:
             self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
             MachineHandlers(self.servers, hosts, router),
         )
-        router.connect([handled(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
+        router.add_handlers([handler_row(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
 
     def check(self) -> None:
-        """Answer, at the end of a turn, the requests that it completes."""
+        """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
         self.batches.check_finalize([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
         has_ended_one = not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches)
@@ -110,14 +110,14 @@ class Handlers:
         self.journals.read_lost(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:
-        """Answer at once from memory, since users need `status` most while the log can't be written."""
+        """Answer `status` at once and from memory, also while the log can't be written."""
         batches = [
             {
                 "batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state.value,
                 "tasks": b.expected_task_count, "settled": b.completed_task_count, "running_units": len(b.flights),
                 "pending_units": len(b.pending), "failed_attempts": b.failed_attempts,
                 "waited_for": len(self.batches.waiters.get(b.batch_id, [])),
-                "must_end": self.batches.must_end(b),
+                "must_end": self.batches.has_uncuttable_task(b),
             }
             for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]

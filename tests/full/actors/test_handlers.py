@@ -23,7 +23,7 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers import command_router
-from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handled
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, handler_row
 from trinity_es.actors.coordinator.handlers.runner_commands import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
@@ -142,9 +142,9 @@ def test_each_command_has_one_handler(place: Place) -> None:
     handlers = place.handlers
     half = CommandRouter(place.live, place, lambda: None, RequestsInHand())
     with pytest.raises(TypeError, match=r"no handler for .*SubmitBatch"):
-        half.connect(handlers.runners.handlers())
+        half.add_handlers(handlers.runners.handlers())
     with pytest.raises(TypeError, match="AbortBatch has two handlers"):
-        handlers.router.connect([handled(AbortBatch, handlers.batches.abort)])
+        handlers.router.add_handlers([handler_row(AbortBatch, handlers.batches.abort)])
 
 
 def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_groups_than_were_asked_for(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.servers import free_port
 from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
-from trinity_es.actors.server_addresses import past_proxies
+from trinity_es.actors.server_addresses import no_proxy_variables
 from trinity_es.events.errors import EngineError
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
@@ -214,9 +214,9 @@ async def test_hundreds_are_asked_at_once() -> None:
     ({"no_proxy": "*"}, "*", "*"),
 ])
 def test_what_goes_past_a_proxy_is_added_to_in_both_spellings(given: dict[str, str], upper: str, lower: str) -> None:
-    found = past_proxies(given, "10.0.0.1")
+    found = no_proxy_variables(given, "10.0.0.1")
     assert found == {"NO_PROXY": upper, "no_proxy": lower}
-    assert past_proxies({**given, **found}, "10.0.0.1") == found
+    assert no_proxy_variables({**given, **found}, "10.0.0.1") == found
     for value in found.values():
         assert proxy_bypass_environment("10.0.0.1:80", {"no": value})
 

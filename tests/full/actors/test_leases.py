@@ -322,7 +322,7 @@ def lease(folder: Path, key: str = "es-1", provider: str = PROVIDER, **args: Any
 
 def errors_of(leases: Sequence[OpenLease], **times: float) -> dict[str, str]:
     """What is told of each."""
-    answers, trouble = lease_releases.released(leases, **times)
+    answers, trouble = lease_releases.release_in_process(leases, **times)
     return {e.taken.lease: answers.get(e.taken.lease, trouble) for e in leases}
 
 
@@ -365,8 +365,8 @@ def test_many_that_hang_keep_no_other(tmp_path: Path) -> None:
 
 def test_what_a_process_said_of_a_lease_is_told_apart_from_its_end(tmp_path: Path) -> None:
     fails, exits = lease(tmp_path, "es-1", how="fails"), lease(tmp_path, "es-2", how="exits")
-    assert lease_releases.released([fails])[0] == {"es-1": "ConnectionError: out of order"}
-    assert lease_releases.released([exits]) == ({}, "the process that was to release it ended with status 3")
+    assert lease_releases.release_in_process([fails])[0] == {"es-1": "ConnectionError: out of order"}
+    assert lease_releases.release_in_process([exits]) == ({}, "the process that was to release it ended with status 3")
 
 
 def test_what_a_provider_started_ends_with_its_process(tmp_path: Path) -> None:

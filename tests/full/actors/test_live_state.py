@@ -93,14 +93,14 @@ def test_only_ids_that_no_batch_can_have_had_are_not_looked_up(tmp_path: Path, p
             read: list[Any] = []
             live.fetch = lambda key, _, read=read: read.append(key)  # type: ignore[misc]  # mypy knows no defaults
             for batch_id in (13, 500, 10**12):
-                assert live.find(batch_id) is None
+                assert live.find_batch(batch_id) is None
             assert read == []
             for batch_id in (11, 0, -1, "13", "4/eval"):
-                assert live.find(batch_id) is None
+                assert live.find_batch(batch_id) is None
             assert len(read) == 5
             live.record_batch(40, [submitted(40)])  # from now on 39 may be one that another client sent
-            assert live.find(39) is None
-            assert live.find(41) is None
+            assert live.find_batch(39) is None
+            assert live.find_batch(41) is None
             assert read[5:] == ["batch/39"]
 
 

@@ -79,7 +79,7 @@ class Place(LiveLog):
     def run_job(self, key: str, job: Any) -> None:
         self.jobs_run.append(job)
 
-    def lost(self, request: CommandRequest[Any], error: Exception) -> None:
+    def on_turn_lost(self, request: CommandRequest[Any], error: Exception) -> None:
         self.answer(request, error=error)
 
     def answer(self, request: CommandRequest[Any], value: Any = None, error: BaseException | None = None) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.links import OTHER, Heard, Network, dialer, joined, network
 from trinity_es.actors.hosts import folder_puller, folder_sender
 from trinity_es.actors.hosts.admission_answer import Admission
-from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, listing
+from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, list_files
 from trinity_es.actors.hosts.folder_puller import FolderPuller
 from trinity_es.actors.hosts.head_client import NotOurs
 from trinity_es.events.errors import SyncError
@@ -59,7 +59,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def published(head: Head) -> dict[str, bytes]:
-    return {file.name: (head.folder / file.name).read_bytes() for file in listing(head.folder)}
+    return {file.name: (head.folder / file.name).read_bytes() for file in list_files(head.folder)}
 
 
 class Host:
@@ -93,7 +93,7 @@ def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(
 def test_files_that_head_and_host_share_are_used_as_they_are_and_not_even_read(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_sender, "digests_of", None)
+    monkeypatch.setattr(folder_sender, "hash_files", None)
     host = Host(tmp_path / "host", head)
     assert host.pull(head.folder) == head.folder
     assert not host.folder.exists()
@@ -168,7 +168,7 @@ def test_another_life_goes_on_with_what_an_earlier_one_pulled(head: Head, tmp_pa
 
         gone = cut_at(between, 12 * MIB, head_is_away)
         host.puller._dialer.timeout = 0.3
-        with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*what came so far is kept"):
+        with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*that arrived are kept"):
             host.pull()
         gone.join()
         between.to(head.port)
@@ -204,12 +204,12 @@ def test_files_that_are_not_what_the_head_said_are_never_used(
         return ["0" * 64] * len(files)
 
     host = Host(tmp_path / "host", head)
-    right = folder_sender.digests_of
-    monkeypatch.setattr(folder_sender, "digests_of", others)
+    right = folder_sender.hash_files
+    monkeypatch.setattr(folder_sender, "hash_files", others)
     with pytest.raises(SyncError, match=r"does not match the SHA-256 digest that the head sent, twice"):
         host.pull()
     assert not [path for path in host.folder.iterdir() if not path.name.startswith(".")]
-    monkeypatch.setattr(folder_sender, "digests_of", right)
+    monkeypatch.setattr(folder_sender, "hash_files", right)
     os.utime(head.folder / "a.safetensors")  # the head hashes it again
     assert content(host.pull()) == published(head)
 
@@ -260,10 +260,10 @@ def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
         raise OSError(5, "Input/output error")
 
     host = Host(tmp_path / "host", head, timeout=1.0)
-    monkeypatch.setattr(folder_sender, "digests_of", broken)
+    monkeypatch.setattr(folder_sender, "hash_files", broken)
     with pytest.raises(SyncError, match=r"which can't read it: .*Input/output error"):
         host.pull()
-    monkeypatch.setattr(folder_sender, "digests_of", None)  # something that nobody thought of
+    monkeypatch.setattr(folder_sender, "hash_files", None)  # something that nobody thought of
     with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head"):
         host.pull()
     assert 1 < len(head.asked) < 20
@@ -287,7 +287,7 @@ def test_who_has_not_the_key_gets_nothing(head: Head, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "..", "a/b", ""])
 def test_a_head_s_file_lies_in_the_folder_and_nowhere_else(name: str) -> None:
     with pytest.raises(NotOurs, match="listed a file named"):
-        folder_puller._checked_file(name, 1, (1, 1, 1))
+        folder_puller._parse_file(name, 1, (1, 1, 1))
 
 
 @pytest.mark.parametrize("asked", ["4", "-1", "..%2f..%2fetc%2fpasswd", "config.json"])

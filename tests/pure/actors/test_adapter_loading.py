@@ -83,7 +83,7 @@ class Fleet(LiveLog):
             self.tell(name, order.incarnation, "ready")
 
     def serving(self) -> list[str]:
-        return [r.name for r in self.registry.staying() if r.has_adapters]
+        return [r.name for r in self.registry.staying_runners() if r.has_adapters]
 
     def failures(self) -> list[str]:
         return [r.event.reason for r in self.log.read() if isinstance(r.event, ev.RunnerFailed)]

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.adapters import MODULES, SHAPES, make_adapter, published, tensors_of
 from trinity_es.actors.coordinator.decisions import adapter_decisions as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
-from trinity_es.actors.coordinator.handlers.serve_routes import _route
+from trinity_es.actors.coordinator.handlers.serve_routes import _route_row
 from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.interface import Completion, EngineConfig, LoRASettings, Sampling
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
@@ -166,20 +166,20 @@ def test_what_was_loaded_and_what_was_not_is_recorded() -> None:
         ev.AdapterLoaded(**WHO, adapter="math", version=1, seconds=0.5),
         ev.AdapterFailed(**WHO, adapter="code", version=5, error="no such file"),
     ]
-    found = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
+    found = decisions.apply_load_result(LIFE, told, TWO, BOTH, had_all=False)
     assert found == expected, "it has version 4 of code to go on with"
 
 
 def test_a_life_that_comes_up_without_an_adapter_fails_and_says_what_to_do() -> None:
     told = result(loaded=[("math", 1, 0.5)], errors=[("code", 5, "no such file")], math=1)
-    *_, failed = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
+    *_, failed = decisions.apply_load_result(LIFE, told, TWO, BOTH, had_all=False)
     assert isinstance(failed, ev.RunnerFailed)
     assert failed.reason == (
         "it could not load version 5 of adapter 'code': no such file; publish a new version (sync_adapter), or "
         "remove_adapter it"
     )
-    assert len(decisions.load_result(LIFE, told, TWO, BOTH, had_all=True)) == 2, "one that served goes on"
-    assert len(decisions.load_result(LIFE, told, TWO, {"math"}, had_all=False)) == 2, "nobody ever had code"
+    assert len(decisions.apply_load_result(LIFE, told, TWO, BOTH, had_all=True)) == 2, "one that served goes on"
+    assert len(decisions.apply_load_result(LIFE, told, TWO, {"math"}, had_all=False)) == 2, "nobody ever had code"
 
 
 # --- the model of a workflow ----------------------------------------------------------------------------------------
@@ -273,6 +273,6 @@ async def test_files_that_changed_before_vllm_read_them_are_not_served(
 
 def test_a_proxy_sends_nothing_to_an_engine_that_has_not_all_adapters_yet() -> None:
     runner = RunnerRecord(LIFE)
-    assert not _route(runner)["serving"]
+    assert not _route_row(runner)["serving"]
     runner.has_adapters = True
-    assert _route(runner)["serving"]
+    assert _route_row(runner)["serving"]

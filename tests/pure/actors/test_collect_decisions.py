@@ -9,7 +9,7 @@ import pytest
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
-from trinity_es.actors.coordinator.fleet.dynamic_timeout import attempt_timeout, measured
+from trinity_es.actors.coordinator.fleet.dynamic_timeout import add_measurements, attempt_timeout
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
@@ -163,15 +163,15 @@ def test_p23_a_train_step_that_ended_is_measured_with_its_timeouts_and_without_e
             message="", retry=False, seconds=5.0,
         ))
         assert state.timed_attempts == counted
-    assert measured(None, state, **LIMITS) is None  # it has not ended
+    assert add_measurements(None, state, **LIMITS) is None  # it has not ended
     state.state = BatchLifecycleState.FINALIZED
-    first = measured(None, state, **LIMITS)
+    first = add_measurements(None, state, **LIMITS)
     assert first == ev.PaceMeasured(batch_id=1, steps=1, attempts=2, seconds=6.0, timeout=0.0)
-    assert measured(first, state, **LIMITS) == ev.PaceMeasured(
+    assert add_measurements(first, state, **LIMITS) == ev.PaceMeasured(
         batch_id=1, steps=2, attempts=4, seconds=12.0, timeout=9.0
     )
     state.state = BatchLifecycleState.ABORTED
-    assert measured(first, state, **LIMITS) is None
+    assert add_measurements(first, state, **LIMITS) is None
     for evals in ({"batch_type": "eval"}, {"evals": [0, 1]}):
         given = {"batch_id": 2, "batch_type": "train", "repeat_times": [2, 2], "runs_per_unit": 1, **evals}
         state = run(evolve(None, ev.BatchSubmitted(**given)), 0, 0)

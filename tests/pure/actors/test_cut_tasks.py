@@ -40,7 +40,7 @@ def ended(state: BatchState | None, *, cut: bool = True) -> BatchState:
     assert state is not None
     state = fold(batches.start_finalizing(state, cut=cut), state)
     assert state is not None
-    state = fold(batches.finalized(state, metrics={}, experiences=[], selected=0, dropped=0), state)
+    state = fold(batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0), state)
     assert state is not None
     return state
 
@@ -82,17 +82,17 @@ def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_sta
 ) -> None:
     state = fold(submitted(9, ev.ContinuedTask(task=2, batch_id=8, cut_task=0, cuts=cuts)))
     assert state is not None
-    assert cut_tasks.must_end(state, bound) is waits
+    assert cut_tasks.has_uncuttable_task(state, bound) is waits
     runs = [ev.RunResult(run=run, metrics={"reward": 1.0}) for run in range(2)]
     done = ev.TaskFinished(task=2, run_id_base=0, attempt=1, runner="runner-0", incarnation=1, runs=runs, payload=None,
                            model_version=0, model_version_end=0, seconds=1.0)
-    assert not cut_tasks.must_end(evolve(state, done), bound)
+    assert not cut_tasks.has_uncuttable_task(evolve(state, done), bound)
 
 
 def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
     state = fold([*submitted(1), dispatched(0, 1, 2)])
     assert state is not None
-    state = fold([*batches.start_finalizing(state, cut=True), *batches.finalize_failed(state, "no operator")], state)
+    state = fold([*batches.start_finalizing(state, cut=True), *batches.fail_finalizing(state, "no operator")], state)
     assert state is not None
     state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
     assert state is not None

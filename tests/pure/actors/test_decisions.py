@@ -56,7 +56,8 @@ class TestDispatch:
     def failed_on_a(self) -> BatchState:
         """A batch of one unit, whose first attempt failed on runner a."""
         before = [submitted(1), dispatched(unit(), runner="a")]
-        return batch_of(*before, *batches.outcome(fold(before), "a", 1, outcome(unit(), failed=[(0, "workflow", "x")])))
+        failed = outcome(unit(), failed=[(0, "workflow", "x")])
+        return batch_of(*before, *batches.apply_outcome(fold(before), "a", 1, failed))
 
     def test_units_go_out_in_order_up_to_the_limit(self) -> None:
         [(_, event)] = batches.dispatch([batch_of(submitted(6))], [self.capacity()])
@@ -97,8 +98,8 @@ class TestDispatch:
             events.append(dispatched(u, runner="a"))
             batch = batch_of(*events)
             done = outcome(u, failed=[(0, "infra", "it is gone")])
-            [failed] = (batches.outcome(batch, "a", 1, done, on_servers=True) if infra
-                        else batches.runner_lost(batch, "a", 1, "it is gone", on_servers=True))
+            [failed] = (batches.apply_outcome(batch, "a", 1, done, on_servers=True) if infra
+                        else batches.lose_runner(batch, "a", 1, "it is gone", on_servers=True))
             assert isinstance(failed, ev.AttemptFailed)
             assert failed.blamed is (attempt >= batches.MOST_SERVERS_LOST)
             events.append(failed)
@@ -131,7 +132,7 @@ class TestDispatch:
     def test_p15_the_runner_that_had_the_tasks_first_runs_gets_the_others_too(self) -> None:
         first = unit(runs=2)
         before = [submitted(1, 4, runs_per_unit=2), dispatched(first, runner="b")]
-        batch = batch_of(*before, *batches.outcome(fold(before), "b", 1, outcome(first)))
+        batch = batch_of(*before, *batches.apply_outcome(fold(before), "b", 1, outcome(first)))
         [(_, event)] = batches.dispatch([batch], [self.capacity("a"), self.capacity("b", load=1)])
         assert event.runner == "b"
 
@@ -176,7 +177,7 @@ class TestReopen:
         self.reopened_once().when(batches.reopen, 1, [0], **REOPEN).then()
 
     def test_an_outcome_of_the_life_before_it_changes_nothing(self) -> None:
-        self.reopened_once().when(batches.outcome, "runner-0", 1, outcome(unit())).then()
+        self.reopened_once().when(batches.apply_outcome, "runner-0", 1, outcome(unit())).then()
 
     def reopened_once(self) -> Given:
         return given(submitted(), dispatched(unit()), finished()).when(batches.reopen, 1, [0], **REOPEN)
@@ -200,7 +201,7 @@ class TestReopen:
 class TestOutcome:
     def came(self, u: ev.Unit, **how: Any) -> Given:
         """The only task's unit was dispatched, and this came of it."""
-        return given(submitted(1, u.runs), dispatched(u)).when(batches.outcome, "runner-0", 1, outcome(u, **how))
+        return given(submitted(1, u.runs), dispatched(u)).when(batches.apply_outcome, "runner-0", 1, outcome(u, **how))
 
     def test_all_runs_done_finishes_the_task(self) -> None:
         assert self.came(unit()).then(finished()).state.is_complete
@@ -208,26 +209,26 @@ class TestOutcome:
     def test_p3_the_task_is_finished_when_its_last_unit_is(self) -> None:
         a, b = unit(base=0, runs=2), unit(base=2, runs=2)
         case = given(submitted(1, 4, runs_per_unit=2), dispatched(a, b))
-        case.when(batches.outcome, "runner-0", 1, outcome(b)).then_types(ev.RunsFinished)
+        case.when(batches.apply_outcome, "runner-0", 1, outcome(b)).then_types(ev.RunsFinished)
         assert not case.state.is_complete
-        case.when(batches.outcome, "runner-0", 1, outcome(a)).then_types(ev.TaskFinished)
+        case.when(batches.apply_outcome, "runner-0", 1, outcome(a)).then_types(ev.TaskFinished)
         assert case.state.statuses[0].completed_runs == 4
 
     @pytest.mark.parametrize(("before", "submission"), [
-        ([batches.outcome, "runner-0", 1, outcome(unit())], "s1"), ([lambda batch: []], "s0"),
-        ([batches.runner_lost, "runner-0", 1, "gone"], "s1"),
+        ([batches.apply_outcome, "runner-0", 1, outcome(unit())], "s1"), ([lambda batch: []], "s0"),
+        ([batches.lose_runner, "runner-0", 1, "gone"], "s1"),
     ], ids=["it comes twice", "of an earlier life of the id", "of a runner that was given up"])
     def test_an_outcome_that_is_not_taken_changes_nothing(self, before: list[Any], submission: str) -> None:
         case = given(submitted(1), dispatched(unit())).when(*before)
-        case.when(batches.outcome, "runner-0", 1, outcome(unit(), submission=submission)).then()
+        case.when(batches.apply_outcome, "runner-0", 1, outcome(unit(), submission=submission)).then()
 
     def test_a_late_outcome_of_a_lost_runner_is_not_taken_for_the_new_attempt(self) -> None:
         first, second = unit(), unit(attempt=2)
-        case = given(submitted(1), dispatched(first, runner="a")).when(batches.runner_lost, "a", 1, "gone")
+        case = given(submitted(1), dispatched(first, runner="a")).when(batches.lose_runner, "a", 1, "gone")
         case = given(submitted(1), dispatched(first, runner="a"), *(case.decided or []), dispatched(second, runner="b"))
-        case.when(batches.outcome, "a", 1, outcome(first)).then()
-        case.when(batches.outcome, "b", 2, outcome(second)).then()
-        case.when(batches.outcome, "b", 1, outcome(second)).then_types(ev.TaskFinished)
+        case.when(batches.apply_outcome, "a", 1, outcome(first)).then()
+        case.when(batches.apply_outcome, "b", 2, outcome(second)).then()
+        case.when(batches.apply_outcome, "b", 1, outcome(second)).then_types(ev.TaskFinished)
 
     def test_p11_only_the_failed_runs_are_attempted_again(self) -> None:
         case = self.came(unit(runs=4), ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
@@ -238,7 +239,7 @@ class TestOutcome:
         u, again = unit(), unit(attempt=2)
         case = self.came(u, failed=[(0, "workflow", "first")])
         case = given(submitted(1), dispatched(u), *(case.decided or []), dispatched(again)).when(
-            batches.outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
+            batches.apply_outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
         )
         assert case.state.is_complete
         status = case.state.statuses[0]
@@ -251,7 +252,7 @@ class TestOutcome:
             u = unit(attempt=attempt)
             batch = fold([submitted(1), dispatched(u, runner="runner-0@b")])
             lacks = replace(outcome(u, failed=[(0, kind, "no module sums")]), lacks=True)
-            [failed] = batches.outcome(batch, "runner-0@b", 1, lacks)
+            [failed] = batches.apply_outcome(batch, "runner-0@b", 1, lacks)
             assert isinstance(failed, ev.AttemptFailed)
             assert (failed.kind, failed.retry, failed.blamed) == ("infra", True, False)
 
@@ -259,7 +260,7 @@ class TestOutcome:
     def test_what_all_lack_fails_for_good(self, runner: str, attempt: int) -> None:
         u = unit(attempt=attempt)
         lacks = replace(outcome(u, failed=[(0, "data", "no module sums")]), lacks=True)
-        [failed] = batches.outcome(fold([submitted(1), dispatched(u, runner=runner)]), runner, 1, lacks)
+        [failed] = batches.apply_outcome(fold([submitted(1), dispatched(u, runner=runner)]), runner, 1, lacks)
         assert isinstance(failed, ev.AttemptFailed)
         assert (failed.kind, failed.retry, failed.blamed) == ("data", False, True)
 
@@ -269,11 +270,11 @@ class TestOutcome:
     def test_promise_8_a_failure_is_no_zero_reward(self) -> None:
         ok, bad = unit(0), unit(1)
         case = given(submitted(2, max_attempts=1), dispatched(ok, bad))
-        case.when(batches.outcome, "runner-0", 1, outcome(ok))
-        case.when(batches.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
+        case.when(batches.apply_outcome, "runner-0", 1, outcome(ok))
+        case.when(batches.apply_outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
         case.when(batches.start_finalizing)
         assert "infra: engine died" in (case.state.statuses[1].message or "")
-        [event] = batches.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
+        [event] = batches.end_finalizing(case.state, metrics={}, experiences=[], selected=1, dropped=0)
         assert isinstance(event, ev.BatchFinalized)
         assert event.result["metrics"]["rollout/reward/mean"] == 1.0
         assert event.result["metrics"]["rollout/failed_task_count"] == 1.0
@@ -282,16 +283,16 @@ class TestOutcome:
 class TestRunnerLost:
     def test_only_what_was_running_is_run_again(self) -> None:
         a, b = unit(0), unit(1)
-        case = given(submitted(2), dispatched(a, b), finished(0)).when(batches.runner_lost, "runner-0", 1, "killed")
+        case = given(submitted(2), dispatched(a, b), finished(0)).when(batches.lose_runner, "runner-0", 1, "killed")
         case.then_types(ev.AttemptFailed)
         assert list(case.state.pending.values()) == [unit(1, attempt=2)]
         assert 0 in case.state.statuses
 
     def test_promise_10_a_task_that_kills_runners_is_failed_after_its_attempts(self) -> None:
         case = given(submitted(1), dispatched(unit()))
-        case.when(batches.runner_lost, "runner-0", 1, "killed")
+        case.when(batches.lose_runner, "runner-0", 1, "killed")
         case = given(submitted(1), dispatched(unit()), *(case.decided or []), dispatched(unit(attempt=2)))
-        case.when(batches.runner_lost, "runner-0", 1, "killed")
+        case.when(batches.lose_runner, "runner-0", 1, "killed")
         assert case.state.is_complete
         assert not case.state.statuses[0].ok
 
@@ -302,14 +303,14 @@ class TestRunnerLost:
         history: list[ev.Event] = [submitted(1)]
         for attempt, tokens in enumerate(had, start=1):
             history.append(dispatched(unit(attempt=attempt)))
-            history += batches.runner_lost(batch_of(*history), "runner-0", 1, "killed")
+            history += batches.lose_runner(batch_of(*history), "runner-0", 1, "killed")
             assert batch_of(*history).pending, f"after attempt {attempt}"
             history.append(ev.AttemptKept(
                 task=0, run_id_base=0, runs=1, attempt=attempt, runner="runner-0", incarnation=1, payload="", calls=0,
                 open_calls=1, tokens=tokens, steps=0, seconds=1.0,
             ))
         history.append(dispatched(unit(attempt=len(had) + 1)))
-        history += batches.runner_lost(batch_of(*history), "runner-0", 1, "killed")
+        history += batches.lose_runner(batch_of(*history), "runner-0", 1, "killed")
         assert batch_of(*history).is_complete, "the last one kept got no further, and there are two attempts"
 
 
@@ -332,7 +333,7 @@ class TestEnd:
 
     def test_p26_after_a_failed_pipeline_the_batch_runs_again_with_all_it_has(self) -> None:
         case = given(submitted(1), dispatched(unit()), finished(0), ev.BatchFinalizing())
-        case.when(batches.finalize_failed, "boom").then(ev.FinalizeFailed(error="boom"))
+        case.when(batches.fail_finalizing, "boom").then(ev.FinalizeFailed(error="boom"))
         assert case.state.state is BatchLifecycleState.RUNNING
         assert case.state.is_complete
 
@@ -383,7 +384,7 @@ class TestRecovery:
         ]
 
     def test_units_of_runners_that_are_gone_are_redone_and_the_batch_resumes(self) -> None:
-        case = given(*self.half_done()).when(batches.recovery, {"runner-1": 1}, version=0)
+        case = given(*self.half_done()).when(batches.decide_recovery, {"runner-1": 1}, version=0)
         resume, redo, failed = case.then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed).decided or []
         assert (resume.decision, resume.units) == ("resume", [])
         assert resume.reason == "1 of 3 tasks are settled, 1 units run on, 0 were waiting"
@@ -398,20 +399,20 @@ class TestRecovery:
     ], ids=["a later life has nothing of the earlier one", "where every runner lives the batch just resumes"])
     def test_what_runs_on_is_that_of_lives_that_go_on(self, incarnation: int, then: list[type[ev.Event]]) -> None:
         alive = {"runner-0": incarnation, "runner-1": 1}
-        given(*self.half_done()).when(batches.recovery, alive, version=0).then_types(*then)
+        given(*self.half_done()).when(batches.decide_recovery, alive, version=0).then_types(*then)
 
     def test_a_batch_that_was_in_the_pipeline_goes_through_it_again(self) -> None:
         case = given(submitted(1), dispatched(unit(0)), finished(0), ev.BatchFinalizing()).when(
-            batches.recovery, {}, version=0
+            batches.decide_recovery, {}, version=0
         )
         case.then_types(ev.RecoveryDecided)
         assert case.decided[0].decision == "finalize"
 
     def test_an_empty_batch_needs_no_decision(self) -> None:
-        given(submitted(0)).when(batches.recovery, {}, version=0).then()
+        given(submitted(0)).when(batches.decide_recovery, {}, version=0).then()
 
     def stale(self, version: int, alive: dict[str, int], **changes: Any) -> Any:
-        return given(*self.half_done(**changes)).when(batches.recovery, alive, version=version, max_staleness=2)
+        return given(*self.half_done(**changes)).when(batches.decide_recovery, alive, version=version, max_staleness=2)
 
     def test_a_batch_with_tokens_of_too_old_weights_is_dropped(self) -> None:
         case = self.stale(3, {})
@@ -428,7 +429,7 @@ class TestRecovery:
 
     def test_what_will_be_generated_again_is_not_stale_but_what_a_living_runner_makes_is(self) -> None:
         def begun(alive: dict[str, int]) -> Given:
-            return given(*FINISHED[:2]).when(batches.recovery, alive, version=9, max_staleness=2)
+            return given(*FINISHED[:2]).when(batches.decide_recovery, alive, version=9, max_staleness=2)
 
         begun({}).then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed)
         begun({"runner-0": 1}).then_types(ev.RecoveryDecided, ev.TaskDropped, ev.BatchAborted)

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.handlers.experience_queue import Candidate, available, choose, priority_of
+from trinity_es.actors.coordinator.handlers.experience_queue import (
+    Candidate,
+    build_priority,
+    choose_experiences,
+    count_available,
+)
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PipelineError
@@ -61,8 +66,8 @@ def queue(*events: tuple[str, ev.Event], capacity: int = 1000) -> QueueState:
 def take(state: QueueState, n: int, *, now: float = 0.0, step: int | None = None, name: str = "linear_decay",
          args: dict[str, Any] | None = None, **rules: Any) -> list[tuple[BatchId, int, int]]:
     """What goes next as (batch, first, count), taken."""
-    priority = priority_of(name, args or {})
-    items = choose(state, n, now, priority=priority, **RULES | rules)
+    priority = build_priority(name, args or {})
+    items = choose_experiences(state, n, now, priority=priority, **RULES | rules)
     request = f"r{len(state.requests)}"
     evolve_queue(state, STREAM, 1, ev.ExperiencesTaken(items=items, at=now, step=step, request=request))
     return [(item.batch_id, item.first, item.count) for item in items]
@@ -118,16 +123,16 @@ def test_p29_a_priority_function_of_a_users_own() -> None:
 ])
 def test_p29_a_priority_function_that_can_not_work_is_refused(name: str, args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        priority_of(name, args)
+        build_priority(name, args)
 
 
 def test_p29_an_experience_cools_down_before_it_is_taken_again() -> None:
     state = queue(*batches(4))
     rules = {**RULES, "cooldown": 10.0}
     assert take(state, 3, now=100.0, cooldown=10.0) == [(1, 0, 3)]
-    assert available(state, 105.0, **rules) == 1
+    assert count_available(state, 105.0, **rules) == 1
     assert take(state, 4, now=105.0, cooldown=10.0) == [(1, 3, 1)]
-    assert available(state, 109.9, **rules) == 0
+    assert count_available(state, 109.9, **rules) == 0
     assert take(state, 4, now=112.0, cooldown=10.0) == [(1, 0, 3)]
 
 
@@ -172,7 +177,7 @@ def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
 ) -> None:
     """Against a model that keeps a plain list of uses for every experience."""
     state = QueueState(capacity=10_000)
-    priority = priority_of("linear_decay", {})
+    priority = build_priority("linear_decay", {})
     model: dict[tuple[int, int], tuple[int, list[tuple[float, int]]]] = {}
     submitted = 0
     for now, (what, a, b) in enumerate(moves):
@@ -181,7 +186,7 @@ def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
             evolve_queue(state, batch_stream(submitted), 3, delivered(submitted, a, (min(a, b), 1), (a, 2)))
             model |= {(submitted, i): (1 if i < b else 2, []) for i in range(a)}
         elif what == "take":
-            items = choose(state, a, float(now), priority=priority, max_use_count=limit, cooldown=cooldown)
+            items = choose_experiences(state, a, float(now), priority=priority, max_use_count=limit, cooldown=cooldown)
             evolve_queue(state, STREAM, 1, ev.ExperiencesTaken(items=items, at=float(now), step=b, request=f"{now}"))
             got = [((i.batch_id, n), i.use_count) for i in items for n in range(i.first, i.first + i.count)]
             ready = [
@@ -259,7 +264,7 @@ def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, 
 
         def deliver(live: LiveState, *batch_ids: int) -> None:
             for batch_id in batch_ids:
-                live.find(batch_id)  # as every request does
+                live.find_batch(batch_id)  # as every request does
                 submitted = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
                 live.record_batch(batch_id, [submitted, ev.BatchFinalizing(), delivered(batch_id, 3)])
             log.append(live.close_turn().writes, commit_id=f"{batch_ids}")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.adapters import published
 from trinity_es.actors.config.hosts import HostsConfig
-from trinity_es.actors.coordinator.decisions.host_decisions import Hello, Refusal, drain, folder_of, lose, welcome
-from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives
+from trinity_es.actors.coordinator.decisions.host_decisions import Hello, Refusal, admit, drain, find_folder, lose
+from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.hosts.link import Admission
@@ -31,7 +31,7 @@ B = Hello("b", "life 1", "10.0.0.2", 7, {"gpus": 8}, "1.0")
 
 def decide(hosts: Hosts, said: Hello, *, connected: bool = False) -> list[ev.Event] | Refusal:
     """Decide, and fold what was decided."""
-    found = welcome(hosts, said, build="1.0", connected=connected)
+    found = admit(hosts, said, build="1.0", connected=connected)
     if isinstance(found, list):
         fold(hosts, found)
     return found
@@ -129,7 +129,7 @@ def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over(
 
     lives = [life("runner-0", RunnerState.READY), life("runner-0@b", RunnerState.READY),
              life("runner-1@b", RunnerState.LOST), life("runner-0@c", RunnerState.READY)]
-    assert far_lives(hosts, {(it.name, it.incarnation): it for it in lives}) == {"runner-0@b": 3}
+    assert far_runners(hosts, {(it.name, it.incarnation): it for it in lives}) == {"runner-0@b": 3}
     assert [host_of(name) for name in ("runner-0", "runner-0@b")] == ["", "b"]
 
 
@@ -167,14 +167,14 @@ def test_a_host_gets_the_folders_that_the_log_and_the_config_name_and_no_other(
     models = {"rollout": "/models/one", "judge": "hub/judge"}
     weights = Weights(3, "/published/3", "checkpoint")
     known: dict[str, Any] = {"own_build": "1", "weights": weights, "adapters": adapters, "models": models}
-    found = folder_of(asked, "1", **known)
+    found = find_folder(asked, "1", **known)
     if folder.startswith("/"):
         assert found == folder
     else:
         assert isinstance(found, Refusal)
         assert folder in found.reason
-    refused(folder_of(asked, "2", **known))
-    none = folder_of(asked, "1", own_build="1", weights=Weights(), adapters={}, models={})
+    refused(find_folder(asked, "2", **known))
+    none = find_folder(asked, "1", own_build="1", weights=Weights(), adapters={}, models={})
     assert isinstance(none, Refusal)
 
 
@@ -226,7 +226,7 @@ class Around:
         it.fleet.take("b", 1, [])
         return it
 
-    def heard(self) -> dict[str, float]:
+    def last_heard(self) -> dict[str, float]:
         return self.connections
 
     def now(self) -> float:
@@ -360,7 +360,7 @@ def test_a_host_that_is_drained_gets_nothing_new_at_once_and_is_told_when_it_has
     it.runner("runner-0")
     it.registry.leaving = frozenset({"runner-9"})  # that its server was taken away is another's word
     it.fleet.drain("b", "SIGTERM")
-    assert [r.name for r in it.registry.staying()] == ["runner-0"]
+    assert [r.name for r in it.registry.staying_runners()] == ["runner-0"]
     it.look_at(1.0)
     assert it.registry.leaving == {"runner-9"}
     assert it.sent == [("b", "", HostDrained())]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
-from trinity_es.actors.system_key import host_key, read_key
+from trinity_es.actors.system_key import read_host_key, read_key
 from trinity_es.events.errors import WrongKey
 
 OLD, NEW = "o" * 64, "n" * 64
@@ -34,9 +34,9 @@ def test_the_file_is_read_each_time_and_goes_before_the_environment(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRINITY_ES_KEY", NEW)
-    assert (host_key(str(file)), host_key("")) == (OLD.encode(), NEW.encode())
+    assert (read_host_key(str(file)), read_host_key("")) == (OLD.encode(), NEW.encode())
     file.write_text(f"  {NEW}\n\n")
-    assert host_key(str(file)) == NEW.encode()
+    assert read_host_key(str(file)) == NEW.encode()
 
 
 @pytest.mark.parametrize(("content", "wrong"), [
@@ -46,7 +46,7 @@ def test_the_file_is_read_each_time_and_goes_before_the_environment(
 def test_what_is_no_key_is_refused(file: Path, content: str, wrong: str) -> None:
     file.write_text(content)
     with pytest.raises(WrongKey, match=wrong) as told:
-        host_key(str(file))
+        read_host_key(str(file))
     assert NEW not in str(told.value)
     with pytest.raises(WrongKey, match=wrong):
         read_key(str(file))
@@ -56,18 +56,18 @@ def test_nobody_waits_for_a_pipe_of_this_name(file: Path) -> None:
     file.unlink()
     os.mkfifo(file, 0o600)
     with pytest.raises(WrongKey, match="no regular file"):
-        host_key(str(file))
+        read_host_key(str(file))
 
 
 def test_a_file_that_is_missing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or the key itself in TRINITY_ES_KEY"):
-        host_key(str(tmp_path / "nowhere"))
+    with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"):
+        read_host_key(str(tmp_path / "nowhere"))
 
 
 def test_others_must_not_read_it(file: Path) -> None:
     file.chmod(0o640)
     with pytest.raises(WrongKey, match="others can read the key file"):
-        host_key(str(file))
+        read_host_key(str(file))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -77,8 +77,8 @@ def test_root_s_file_for_a_group_of_ours_is_read_as_kubernetes_mounts_it(
 ) -> None:
     """A Secret is root's there, and `fsGroup` may read it."""
     asks = (
-        "import os, sys; from trinity_es.actors.system_key import host_key; "
-        "os.setgroups([1000]); os.setgid(1000); os.setuid(1000); print(host_key(sys.argv[1]))"
+        "import os, sys; from trinity_es.actors.system_key import read_host_key; "
+        "os.setgroups([1000]); os.setgid(1000); os.setuid(1000); print(read_host_key(sys.argv[1]))"
     )
     with tempfile.NamedTemporaryFile() as file:  # the folders of tests are closed to other users
         file.write(NEW.encode())

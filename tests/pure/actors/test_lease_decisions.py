@@ -127,9 +127,9 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
     assert decisions.end_of_attempt(state, of, TAKEN) == why
     lives = {} if of is None else {("runner-0", 2): of}
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
-    found = decisions.orphans(folded(taken(), HELD), open_ones, lives, NOW, NOW, reads_none)
+    found = decisions.find_orphans(folded(taken(), HELD), open_ones, lives, NOW, NOW, reads_none)
     assert found == ([ev.LeaseOrphaned(lease="es-1", reason=why)] if why else [])
-    assert decisions.orphans(folded(taken(), ORPHANED), open_ones, lives, NOW, NOW, reads_none) == [], "said once"
+    assert decisions.find_orphans(folded(taken(), ORPHANED), open_ones, lives, NOW, NOW, reads_none) == [], "said once"
     if why:
         with pytest.raises(WorkflowError, match=why):
             decisions.apply_change({}, TAKEN, "runner-0", 2, why, NOW)
@@ -137,11 +137,11 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
 
 def test_one_that_is_not_renewed_in_time_is_nobody_s() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
-    assert decisions.orphans(leases, {7: batch()}, lives, NOW + 99, NOW, reads_none) == []
-    [event] = decisions.orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none)
+    assert decisions.find_orphans(leases, {7: batch()}, lives, NOW + 99, NOW, reads_none) == []
+    [event] = decisions.find_orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none)
     assert event == ev.LeaseOrphaned(lease="es-1", reason="it expired: it was not renewed")
     evolve_leases(leases, ev.LeaseRenewed(lease="es-1", expires=NOW + 200))
-    assert decisions.orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none) == []
+    assert decisions.find_orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none) == []
 
 
 def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
@@ -150,9 +150,9 @@ def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
     told = NOW + 500
     for now, n in ((told, 0), (told + GRACE_SECONDS - 1, 0), (told + GRACE_SECONDS + 1, 1)):
-        assert len(decisions.orphans(leases, {7: batch()}, lives, now, told, reads_none)) == n
-    assert decisions.orphans(leases, {7: batch()}, lives, NOW + 1000, math.inf, reads_none) == [], "they were not asked"
-    assert len(decisions.orphans(leases, {}, lives, NOW, math.inf, reads_none)) == 1, "what is over is over at once"
+        assert len(decisions.find_orphans(leases, {7: batch()}, lives, now, told, reads_none)) == n
+    assert decisions.find_orphans(leases, {7: batch()}, lives, NOW + 1000, math.inf, reads_none) == [], "not asked yet"
+    assert len(decisions.find_orphans(leases, {}, lives, NOW, math.inf, reads_none)) == 1, "its batch is over at once"
 
 
 # --- what the next attempt takes over -----------------------------------------------------------------------------
@@ -183,14 +183,14 @@ def first() -> OpenLeases:
 def second(leases: OpenLeases, state: BatchState, **more: Any) -> ev.Event:
     """The next attempt takes one."""
     wanted = replace(ATTACHABLE, lease="es-2", unit=NEXT_UNIT, **more)
-    earlier = decisions.attachable(leases, state, wanted, reads)
+    earlier = decisions.find_attachable(leases, state, wanted, reads)
     [event] = decisions.apply_change(leases, wanted, "runner-0", 3, "", NOW, earlier)
     return event
 
 
 def orphaned(leases: OpenLeases, state: BatchState | None, **more: Any) -> list[str]:
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
-    found = decisions.orphans(leases, open_ones, LIVES, more.get("now", NOW), NOW, more.get("reads", reads))
+    found = decisions.find_orphans(leases, open_ones, LIVES, more.get("now", NOW), NOW, more.get("reads", reads))
     return [e.lease for e in found if isinstance(e, ev.LeaseOrphaned)]
 
 
@@ -242,8 +242,8 @@ def test_none_is_taken_over_twice_or_by_a_run_that_starts_over() -> None:
     state, leases = went(LOST, KEPT, NEXT), first()
     evolve_leases(leases, second(leases, state))
     third = replace(ATTACHABLE, lease="es-3", unit=NEXT_UNIT)
-    assert decisions.attachable(leases, state, third, reads) is None
-    assert decisions.attachable(first(), went(LOST, NEXT), third, reads) is None, "it has no journal"
+    assert decisions.find_attachable(leases, state, third, reads) is None
+    assert decisions.find_attachable(first(), went(LOST, NEXT), third, reads) is None, "it has no journal"
 
 
 @pytest.mark.parametrize("how", ["attach failed", "batch aborted", "runner lost", "expired"])
@@ -278,7 +278,7 @@ def test_those_due_longest_are_next_and_none_has_more_beside_it_than_it_may() ->
     at = {"a": NOW, "b": NOW - 2, "c": NOW - 1, "d": NOW + 1, "e": NOW, "f": NOW}
 
     def keys(most: dict[str, int], now: float = NOW) -> dict[str, list[str]]:
-        found = decisions.due(leases, at, most, {"m:E"}, now)
+        found = decisions.find_due(leases, at, most, {"m:E"}, now)
         return {provider: [lease.taken.lease for lease in group] for provider, group in found.items()}
 
     assert keys({}) == {"m:C": ["b", "c", "a"], "m:D": ["e"]}
@@ -287,7 +287,7 @@ def test_those_due_longest_are_next_and_none_has_more_beside_it_than_it_may() ->
     assert keys({"b": 2})["m:C"] == ["b", "c"]
     assert keys({"c": 1})["m:C"] == ["b", "a"], "it is next"
     assert keys({"a": 2})["m:C"] == ["b", "c"]
-    assert decisions.due(folded(taken(), HELD).values(), at, {}, set(), NOW) == {}, "it has an owner"
+    assert decisions.find_due(folded(taken(), HELD).values(), at, {}, set(), NOW) == {}, "it has an owner"
 
 
 # --- what came of releasing -----------------------------------------------------------------------------------------
@@ -295,18 +295,18 @@ def test_a_creation_that_nobody_heard_the_end_of_is_looked_for_again_when_it_is_
     """What was asked for may still be made after nothing was found."""
     unknown, known = folded(taken(), ORPHANED)["es-1"], folded(taken(), HELD, ORPHANED)["es-1"]
     done: list[ev.Event] = [ev.LeaseReleased(lease="es-1", by="coordinator")]
-    assert decisions.released(unknown, unknown, NOW + 59, "", 0) == []
-    assert decisions.released(unknown, unknown, NOW + 60, "", 0) == done
-    assert decisions.released(known, known, NOW + 1, "", 0) == done
-    assert decisions.released(known, unknown, NOW + 1, "", 0) == [], "the provider was given no handle"
-    assert decisions.released(None, unknown, NOW, "", 0) == [], "its owner was faster"
+    assert decisions.apply_release(unknown, unknown, NOW + 59, "", 0) == []
+    assert decisions.apply_release(unknown, unknown, NOW + 60, "", 0) == done
+    assert decisions.apply_release(known, known, NOW + 1, "", 0) == done
+    assert decisions.apply_release(known, unknown, NOW + 1, "", 0) == [], "the provider was given no handle"
+    assert decisions.apply_release(None, unknown, NOW, "", 0) == [], "its owner was faster"
 
 
 def test_failures_are_recorded_ever_more_rarely_and_when_they_change() -> None:
     leases, recorded = folded(taken(), HELD, ORPHANED), []
     for tries in range(1, 70):
         error = "refused" if tries != 40 else "away"
-        for event in decisions.released(leases["es-1"], leases["es-1"], NOW, error, tries):
+        for event in decisions.apply_release(leases["es-1"], leases["es-1"], NOW, error, tries):
             evolve_leases(leases, event)
             recorded.append(tries)
     assert recorded == [1, 2, 4, 8, 16, 32, 40, 41, 64]

@@ -30,7 +30,7 @@ def payloads(tmp_path: Path) -> PayloadStore:
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
     items = [UnitAssignment(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
-    groups = dispatcher.in_groups(items)
+    groups = dispatcher.group_assignments(items)
     assert [item for group in groups for item in group] == items
     assert all(len(pickle.dumps(RunUnits(1, group, 5))) < MOST for group in groups)
 
@@ -45,7 +45,7 @@ def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_l
         )
         for i, count in enumerate(counts)
     ]
-    groups = message_sizes.grouped(found, message_sizes.outcome_size)
+    groups = message_sizes.split_by_size(found, message_sizes.outcome_size)
     assert [o for group in groups for o in group] == found
     assert all(len(pickle.dumps(OutcomeReport("runner-0", 1, 5, group))) < MOST for group in groups)
 

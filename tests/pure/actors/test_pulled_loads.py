@@ -79,11 +79,12 @@ class Host:
         said = messages.RunnerStatus(
             name=runner, incarnation=7, state="ready", pid=1, host="b", engine="scripted", model_version=version,
             **told)
-        found: messages.RunnerStatus = self.loads.forwarded(said)
+        found: messages.RunnerStatus = self.loads.complete_message(said)
         return found
 
     def loaded(self, runner: str, version: int) -> messages.WeightsLoadResult:
-        found: messages.WeightsLoadResult = self.loads.forwarded(messages.WeightsLoadResult(runner, 7, version, 1.0))
+        result = messages.WeightsLoadResult(runner, 7, version, 1.0)
+        found: messages.WeightsLoadResult = self.loads.complete_message(result)
         return found
 
 
@@ -104,9 +105,9 @@ def adapter(name: str, version: int) -> ev.AdapterPublished:
 
 def test_one_pull_is_for_all_runners_and_until_then_they_load(host: Host) -> None:
     host.weights(1, "b0", "b1")
-    host.until(lambda: host.loads.forwarded(messages.Heartbeat("b0", 7, 1)).waits_for, "how far it is")
-    assert host.loads.forwarded(messages.Heartbeat("b0", 7, 1)).waits_for == "version 1: half of it"
-    assert host.loads.forwarded(messages.Heartbeat("b2", 7, 1)).waits_for == ""
+    host.until(lambda: host.loads.complete_message(messages.Heartbeat("b0", 7, 1)).waits_for, "how far it is")
+    assert host.loads.complete_message(messages.Heartbeat("b0", 7, 1)).waits_for == "version 1: half of it"
+    assert host.loads.complete_message(messages.Heartbeat("b2", 7, 1)).waits_for == ""
     assert (host.status("b0").loading, host.status("b2").loading) == (1, None)
     assert host.given == []
     host.puller.end(of(1), Path("/here/1"))
@@ -114,7 +115,7 @@ def test_one_pull_is_for_all_runners_and_until_then_they_load(host: Host) -> Non
     assert host.given == [(b, messages.LoadWeights(7, 1, "/here/1")) for b in ("b0", "b1")]
     assert len(host.puller.asked) == 1
     assert host.status("b0").loading is None
-    assert host.loads.forwarded(messages.Heartbeat("b0", 7, 1)).waits_for == ""
+    assert host.loads.complete_message(messages.Heartbeat("b0", 7, 1)).waits_for == ""
     assert host.loaded("b0", 1).seconds > 1.0, "the time of the pull is in it"
 
 
@@ -167,7 +168,7 @@ def test_what_a_runner_serves_is_kept_and_what_none_does_is_removed(host: Host) 
     host.until(lambda: len(host.given) == 4, "the orders")
     host.loaded("b0", 2)
     host.until(lambda: host.puller.kept == {of(1).label, of(2).label}, "b1 serves version 1 still")
-    host.loads.forwarded(messages.RunnerDied("b1", 7, "it died"))
+    host.loads.complete_message(messages.RunnerDied("b1", 7, "it died"))
     host.loaded("b0", 2)
     host.until(lambda: host.puller.kept == {of(2).label}, "version 1 is of no use")
 
@@ -186,7 +187,7 @@ def test_an_order_for_adapters_waits_for_those_that_its_runner_lacks(host: Host)
         name="b0", incarnation=7, number=1, loaded=[("math", 2, 0.1)], errors=[("none", 1, "/head/none is no folder")],
         adapters={"old": 1, "math": 2},
     )
-    assert host.loads.forwarded(result).errors == [("none", 1, "it can't be pulled")]
+    assert host.loads.complete_message(result).errors == [("none", 1, "it can't be pulled")]
     kept = {FolderName("adapter", *it).label for it in (("math", 2), ("none", 1), ("old", 1))} | {of(0).label}
     host.until(lambda: host.puller.kept == kept, "what is kept")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.coordinator.decisions.batch_decisions import runner_lost
+from trinity_es.actors.coordinator.decisions.batch_decisions import lose_runner
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.events import vocabulary as ev
@@ -79,7 +79,7 @@ def test_the_loss_of_a_runner_looks_at_its_own_units_alone() -> None:
         known.evolve(batch, given)
     batch.flights = Flights(batch.flights)
     had = known.units_of(1, "b", 1)
-    assert [e.task for e in runner_lost(batch, "b", 1, "gone", keys=had)] == [1, 3]  # type: ignore[attr-defined]
+    assert [e.task for e in lose_runner(batch, "b", 1, "gone", keys=had)] == [1, 3]  # type: ignore[attr-defined]
     assert (known.loads, known.incarnations("b")) == ({("a", 1): 2, ("b", 1): 2}, [1])
 
 

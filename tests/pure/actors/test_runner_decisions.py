@@ -50,25 +50,25 @@ def types(events: list[ev.Event]) -> list[str]:
     (life(S.READY, incarnation=1), "ready", ["RunnerStarted", "RunnerReady"]),
 ])
 def test_a_report_is_news_where_the_life_or_its_state_is(known: RunnerLife | None, said: str, then: list[str]) -> None:
-    assert types(runners.reported(known, report(said, places=4, reason="no memory"))) == then
+    assert types(runners.apply_report(known, report(said, places=4, reason="no memory"))) == then
 
 
 def test_other_places_are_news_of_a_life_that_serves() -> None:
     told = report(places=6, kv_share=0.5, waiting=3)
-    [changed] = runners.reported(life(S.READY, places=4), told)
+    [changed] = runners.apply_report(life(S.READY, places=4), told)
     assert changed == ev.ConcurrencyChanged(runner="runner-0", incarnation=2, places=6, kv_share=0.5, waiting=3)
-    assert runners.reported(life(S.READY, places=6), told) == []
-    assert types(runners.reported(life(S.STARTED, places=4), told)) == ["RunnerReady"]
+    assert runners.apply_report(life(S.READY, places=6), told) == []
+    assert types(runners.apply_report(life(S.STARTED, places=4), told)) == ["RunnerReady"]
     assert folded([("RunnerReady", 1), ("ConcurrencyChanged", 1)]).places == 6
 
 
 def test_two_systems_that_fought_for_a_log_each_go_on_with_their_own_lives() -> None:
     """The other one's has the higher number; this coordinator's own is the one that speaks, and that ends."""
     lives: Lives = {}
-    for event in [*events_of([("RunnerStarted", 5), ("RunnerReady", 5)]), *runners.reported(None, report())]:
+    for event in [*events_of([("RunnerStarted", 5), ("RunnerReady", 5)]), *runners.apply_report(None, report())]:
         evolve_lives(lives, event, NOTHING)
     assert (lives["runner-0", 2].state, lives["runner-0", 5].state) == (S.READY, S.READY)
-    assert types(runners.ended(lives["runner-0", 2], death())) == ["RunnerLost"]
+    assert types(runners.apply_death(lives["runner-0", 2], death())) == ["RunnerLost"]
 
 
 @pytest.mark.parametrize(("known", "late"), [
@@ -93,7 +93,7 @@ def test_last_words_of_a_life_whose_end_is_known_are_late(known: RunnerLife | No
     (None, death(), ["RunnerLost"]),
 ])
 def test_an_end_is_recorded_once(known: RunnerLife | None, told: RunnerDied, then: list[str]) -> None:
-    assert types(runners.ended(known, told)) == then
+    assert types(runners.apply_death(known, told)) == then
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ def test_a_publication_that_would_mix_versions_is_refused(new: Weights, message:
 
 def test_a_runner_that_has_served_goes_on_with_what_it_had_and_one_that_has_not_fails() -> None:
     result = WeightsLoadResult("runner-0", 2, 3, 0.1, "no such file")
-    assert types(weights.load_result(life(served=True), result, MEMORY, path_gone=True)) == ["WeightsFailed"]
-    failed, ended = weights.load_result(life(), result, MEMORY, path_gone=True)
+    assert types(weights.apply_load_result(life(served=True), result, MEMORY, path_gone=True)) == ["WeightsFailed"]
+    failed, ended = weights.apply_load_result(life(), result, MEMORY, path_gone=True)
     assert (type(failed), type(ended)) == (ev.WeightsFailed, ev.RunnerFailed)
     assert "a restart of the machine empties: publish them again" in ended.reason  # type: ignore[attr-defined]
-    _, ended = weights.load_result(life(), result, MEMORY, path_gone=False)
+    _, ended = weights.apply_load_result(life(), result, MEMORY, path_gone=False)
     assert ended.reason == "it could not load weights 3: no such file"  # type: ignore[attr-defined]
 
 
@@ -133,12 +133,12 @@ def test_a_runner_that_tries_again_in_vain_is_no_news(served: bool) -> None:
     tried = life(served=served)
     lives: Lives = {(tried.name, tried.incarnation): tried}
     result = WeightsLoadResult(tried.name, tried.incarnation, 3, 0.1, "no such file")
-    for event in weights.load_result(tried, result, MEMORY, path_gone=False):
+    for event in weights.apply_load_result(tried, result, MEMORY, path_gone=False):
         evolve_lives(lives, event, MEMORY)
     assert tried.refuses(MEMORY) == "no such file"
-    assert weights.load_result(tried, result, MEMORY, path_gone=False) == []
+    assert weights.apply_load_result(tried, result, MEMORY, path_gone=False) == []
     other = replace(result, error="no space")
-    assert types(weights.load_result(tried, other, MEMORY, path_gone=False))[0] == "WeightsFailed"
+    assert types(weights.apply_load_result(tried, other, MEMORY, path_gone=False))[0] == "WeightsFailed"
     loaded = ev.WeightsLoaded(runner=tried.name, incarnation=tried.incarnation, version=3, seconds=0.1)
     evolve_lives(lives, loaded, MEMORY)
     assert tried.refuses(MEMORY) == ""

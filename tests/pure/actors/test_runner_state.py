@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.runner.actor import BEAT_SECONDS, Runner
-from trinity_es.actors.runner_activity import SHOWN_RUNS, RunActivity, runner_state, table
+from trinity_es.actors.runner_activity import SHOWN_RUNS, RunActivity, runner_state, states_table
 from trinity_es.testing import ManualClock
 
 KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}
@@ -18,9 +18,9 @@ KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "r
 def test_p14_the_longest_run_stands_for_the_runner_and_all_are_listed() -> None:
     clock = ManualClock(100.0)
     played = RunActivity(clock)
-    with played.shown("7/0/0", 1, 2):
+    with played.show("7/0/0", 1, 2):
         clock.advance(5.0)
-        with played.shown("7/1/0", 4, 3):
+        with played.show("7/1/0", 4, 3):
             clock.advance(1.0)
             state = runner_state(played, **KNOWN)
     assert {k: state[k] for k in ("workflow_id", "begin_time", "end_time", "running_time", "running_count")} == {
@@ -36,7 +36,7 @@ def test_p14_where_nothing_plays_the_last_run_is_told_with_its_end() -> None:
     clock = ManualClock(100.0)
     played = RunActivity(clock)
     assert runner_state(played, **KNOWN)["workflow_id"] is None
-    with contextlib.suppress(RuntimeError), played.shown("7/0/0", 1, 2):  # one that failed, or was stopped
+    with contextlib.suppress(RuntimeError), played.show("7/0/0", 1, 2):  # one that failed, or was stopped
         clock.advance(2.0)
         raise RuntimeError
     clock.advance(50.0)
@@ -47,7 +47,7 @@ def test_p14_where_nothing_plays_the_last_run_is_told_with_its_end() -> None:
 
 def test_p14_a_second_attempt_is_shown_while_the_first_is_still_ending() -> None:
     played = RunActivity(ManualClock())
-    first, second = played.shown("7/0/0", 1, 0), played.shown("7/0/0", 1, 0)
+    first, second = played.show("7/0/0", 1, 0), played.show("7/0/0", 1, 0)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -58,7 +58,7 @@ def test_p14_a_second_attempt_is_shown_while_the_first_is_still_ending() -> None
 
 def test_p14_a_state_fits_into_a_message() -> None:
     played = RunActivity(ManualClock())
-    shown = [played.shown(f"7/{i}/0", 1, 0) for i in range(SHOWN_RUNS + 5)]
+    shown = [played.show(f"7/{i}/0", 1, 0) for i in range(SHOWN_RUNS + 5)]
     for each in shown:
         each.__enter__()
     state = runner_state(played, **KNOWN)
@@ -68,11 +68,11 @@ def test_p14_a_state_fits_into_a_message() -> None:
 def test_p14_the_table_has_a_line_a_runner() -> None:
     clock = ManualClock(10.0)
     played = RunActivity(clock)
-    with played.shown("7/0/3", 1, 3):
+    with played.show("7/0/3", 1, 3):
         clock.advance(12.34)
         busy = runner_state(played, **KNOWN)
     silent = runner_state(None, **{**KNOWN, "model": "judge", "state": "ready", "units": 0})
-    lines = table({"runner-0": busy, "judge-0": silent}).splitlines()
+    lines = states_table({"runner-0": busy, "judge-0": silent}).splitlines()
     assert [line.split() for line in lines] == [
         ["runner", "model", "state", "version", "units", "playing", "longest", "for", "s"],
         ["judge-0", "judge", "ready,", "silent", "3", "0", "0", "-", "-"],

@@ -17,7 +17,7 @@ from trinity_es.actors.config.models import ServersConfig
 from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet import polled_server_list
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
-from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList, read_lines
+from trinity_es.actors.coordinator.fleet.polled_server_list import ServerList, parse_list
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.http.weights import run_command
@@ -69,7 +69,7 @@ def removed(url: str, runner: int, by: str = "list") -> ev.ServerRemoved:
 def test_a_list_says_which_servers_there_are(
     known: list[ev.Event], now: list[str], before: list[str] | None, then: list[ev.Event]
 ) -> None:
-    assert servers.listed(after(*known), now, before) == then
+    assert servers.apply_list(after(*known), now, before) == then
 
 
 # --- a person -------------------------------------------------------------------------------------------------------
@@ -85,14 +85,14 @@ def test_a_list_says_which_servers_there_are(
 def test_a_persons_word_goes_before_the_list(
     known: list[ev.Event], add: list[str], remove: list[str], then: list[ev.Event]
 ) -> None:
-    assert servers.scaled(after(*known), add, remove) == then
+    assert servers.apply_scale(after(*known), add, remove) == then
 
 
 def test_what_can_not_be_is_refused_with_the_way_out() -> None:
     with pytest.raises(DataError, match=r"http://b:1 can't be removed, as .*; its servers: http://a:1"):
-        servers.scaled(after(added(A, 0)), [], [B])
+        servers.apply_scale(after(added(A, 0)), [], [B])
     with pytest.raises(DataError, match="added and removed in one command"):
-        servers.scaled({}, [A], [A])
+        servers.apply_scale({}, [A], [A])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["list", "add", "remove"]), st.sets(st.sampled_from([A, B, C])))))
@@ -103,14 +103,14 @@ def test_no_two_servers_ever_have_one_runner_and_what_is_decided_twice_changes_n
     before: Iterable[str] | None = None
     for what, urls in steps:
         if what == "list":
-            fold(found, servers.listed(found, sorted(urls), before))
+            fold(found, servers.apply_list(found, sorted(urls), before))
             before = sorted(urls) or before
-            assert servers.listed(found, sorted(urls), before) == []
+            assert servers.apply_list(found, sorted(urls), before) == []
         else:
             known = {u for u in urls if u in found} if what == "remove" else urls
             args = (known, set[str]()) if what == "add" else (set[str](), known)
-            fold(found, servers.scaled(found, *args))
-            assert servers.scaled(found, *args) == []
+            fold(found, servers.apply_scale(found, *args))
+            assert servers.apply_scale(found, *args) == []
         assert len({s.runner for s in found.values()}) == len(found)
         assert leaving_runners(found) == {s.runner for s in found.values() if not s.wanted}
 
@@ -188,7 +188,7 @@ def test_in_mode_serve_a_runner_that_serves_is_retired_when_its_requests_had_the
 
 # --- what a list may say --------------------------------------------------------------------------------------------
 def test_a_list_is_a_url_a_line() -> None:
-    urls, problems = read_lines(f"# ours\n{A}/\n\n  {B}  # the second\nHTTP://A:1\ngpu-7\nhttp://user:word@c:1\n")
+    urls, problems = parse_list(f"# ours\n{A}/\n\n  {B}  # the second\nHTTP://A:1\ngpu-7\nhttp://user:word@c:1\n")
     assert urls == [A, B]
     assert problems[0] == "a server must be like http://host:8000, not 'gpu-7'"
     assert "credentials" in problems[1]

@@ -15,9 +15,9 @@ from trinity_es.actors.guardian.supervision import (
     Policy,
     Supervision,
     coordinator_pause,
+    count_short_lives,
     counted_ends,
     runner_pause,
-    short_lives,
 )
 from trinity_es.actors.runner.actor import Runner
 
@@ -42,17 +42,17 @@ def test_ends_that_do_not_count_any_more(deaths: list[float], now: float, served
 
 
 def test_a_coordinator_that_served_comes_back_at_once_and_one_that_did_not_pauses_but_never_stays_away() -> None:
-    assert coordinator_pause(POLICY, short_lives(POLICY, 50, served_seconds=5.0), chance=0.5) == 0.0
-    assert coordinator_pause(POLICY, short_lives(POLICY, 0, served_seconds=0.0), chance=0.5) == 0.0
+    assert coordinator_pause(POLICY, count_short_lives(POLICY, 50, served_seconds=5.0), chance=0.5) == 0.0
+    assert coordinator_pause(POLICY, count_short_lives(POLICY, 0, served_seconds=0.0), chance=0.5) == 0.0
     assert [coordinator_pause(POLICY, n, chance=0.5) for n in (2, 3, 4, 99)] == [1, 2, 4, 60]
 
 
 def test_a_coordinator_that_is_killed_young_after_many_killed_in_their_prime_comes_back_at_once() -> None:
     short = 0
     for served in (20.0, 6.0, 30.0, 5.0, 12.0, 40.0, 1.0):
-        short = short_lives(POLICY, short, served)
+        short = count_short_lives(POLICY, short, served)
     assert coordinator_pause(POLICY, short, chance=0.5) == 0.0
-    assert coordinator_pause(POLICY, short_lives(POLICY, short, served_seconds=1.0), chance=0.5) == 1.0
+    assert coordinator_pause(POLICY, count_short_lives(POLICY, short, served_seconds=1.0), chance=0.5) == 1.0
 
 
 # --- who is to be ended ---------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_given_a_runner_that_ends_too_often_then_its_slot_is_quarantined_and_the
         ended, child = child, watched.begin("runner-0", incarnation, "address", now)
     assert pauses == [1.0, 2.0, 4.0, None]
     assert (ended.state, ended.reason, ended.deaths) == ("quarantined", "why", [10.0, 20.0, 30.0, 40.0])
-    assert (child.deaths, child.reason, child.first, child.state) == (ended.deaths, "why", False, "starting")
+    assert (child.deaths, child.reason, child.is_first, child.state) == (ended.deaths, "why", False, "starting")
 
 
 def test_given_an_end_that_somebody_wanted_then_the_next_life_begins_at_once_and_nothing_is_counted() -> None:
@@ -144,7 +144,7 @@ def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
     runner = SimpleNamespace(
         name="runner-0", incarnation=1, guardian="guardian", model="rollout",
         model_config=SimpleNamespace(engine_type="scripted"), send=lambda to, message: sent.append(message))
-    Runner.crashed(runner, OSError(24, "Too many open files"))  # type: ignore[arg-type]
+    Runner.on_crash(runner, OSError(24, "Too many open files"))  # type: ignore[arg-type]
     child, ended = Child("runner-0", 1, "address", born=0.0), list[str]()
     guardian = SimpleNamespace(
         children={"runner-0": child}, stopping=False, now=lambda: 1.0, end_child=lambda child, why: ended.append(why),
@@ -152,5 +152,5 @@ def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
     Guardian.on_RunnerStatus(guardian, sent[0], "address")  # type: ignore[arg-type]
     assert ended == ["its engine did not start: OSError: [Errno 24] Too many open files"]
     runner.engine_side = "there"  # what breaks later is said by what it belongs to
-    Runner.crashed(runner, OSError())  # type: ignore[arg-type]
+    Runner.on_crash(runner, OSError())  # type: ignore[arg-type]
     assert len(sent) == 1

@@ -1,8 +1,8 @@
 """Replay of recorded batches in virtual time: a clock that jumps from event to event.
 
-Dispatching, retries, finalizing and dropping are decided by the same functions as in a run
-(`coordinator.decisions.batch_decisions`, `coordinator.fleet.dynamic_timeout`, `coordinator.fleet.dispatcher.ahead`) on
-the same state (`projections.batch`). Runners, trainer and network behave as in the record
+Dispatching, retries, finalizing and dropping are decided by the same functions as in a run (in `coordinator`:
+`decisions.batch_decisions`, `fleet.dynamic_timeout`, `fleet.dispatcher.units_ahead`) on the same state
+(`projections.batch`). Runners, trainer and network behave as in the record
 (`trinity_es.audit.whatif.recorded_durations`).
 
 - An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
@@ -25,7 +25,7 @@ from functools import partial
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
-from trinity_es.actors.coordinator.fleet.dispatcher import ahead
+from trinity_es.actors.coordinator.fleet.dispatcher import units_ahead
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
 from trinity_es.audit.whatif.recorded_durations import combined
@@ -163,7 +163,7 @@ class Simulation:
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
                 state = self.states[batch_id]
-                self.record(batch_id, decisions.runner_lost(state, name, incarnation, "it died", blamed=blamed))
+                self.record(batch_id, decisions.lose_runner(state, name, incarnation, "it died", blamed=blamed))
                 self.finalize_if_enough(batch_id)
             self.dispatch()
 
@@ -318,7 +318,8 @@ class Simulation:
 
     def note_end(self, batch_id: BatchId) -> None:
         if self.dynamic_timeout is not None:
-            self.pace = dynamic_timeout.measured(self.pace, self.states[batch_id], **self.dynamic_timeout) or self.pace
+            pace = dynamic_timeout.add_measurements(self.pace, self.states[batch_id], **self.dynamic_timeout)
+            self.pace = pace or self.pace
         self.reach(("end", batch_id))
 
     def timeout(self) -> float:
@@ -337,7 +338,7 @@ class Simulation:
         capacities = [
             decisions.Capacity(
                 name=r.name, incarnation=r.incarnation, model_version=r.version, places=r.places,
-                load=load[r.name, r.incarnation], limit=r.places + ahead(r.places, r.unit_seconds),
+                load=load[r.name, r.incarnation], limit=r.places + units_ahead(r.places, r.unit_seconds),
             )
             for r in self.runners.values() if r.is_ready and not r.loads_in_progress
         ]
@@ -386,7 +387,7 @@ class Simulation:
         changed_ids: dict[BatchId, None] = {}  # an ordered set
         outcomes, runner.outcomes = runner.outcomes, []
         for outcome in outcomes:
-            events = decisions.outcome(self.states[outcome.batch_id], runner.name, incarnation, outcome)
+            events = decisions.apply_outcome(self.states[outcome.batch_id], runner.name, incarnation, outcome)
             self.record(outcome.batch_id, events)
             average = runner.unit_seconds
             runner.unit_seconds = outcome.seconds if average is None else 0.8 * average + 0.2 * outcome.seconds
