@@ -104,7 +104,7 @@ class WorkflowRunner:
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
         leases: LeaseRecorder | None = None, journal: Callable[[int], RunJournal] | None = None,
     ) -> UnitResult:
-        """Run these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises.
+        """Execute these runs of a task within `timeout` seconds. Failures are in the result; only cancellation raises.
 
         `journal(run)` returns the journal of a run; the time of its lost attempts counts towards `timeout`.
         """

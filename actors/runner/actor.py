@@ -264,7 +264,7 @@ class Runner(BaseActor):
         self.announce()
 
     def report(self, outcomes: list[messages.UnitOutcome]) -> None:
-        """Send outcomes whose payload is stored to the coordinator, after all lease changes that were not sent yet."""
+        """Send the coordinator outcomes whose payloads are stored, after all lease changes that were not sent yet."""
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 

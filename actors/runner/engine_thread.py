@@ -175,7 +175,7 @@ class EngineThread:
         self.owner.post(functools.partial(method, *args))
 
     def run_loop(self) -> None:
-        """Start the engine and run the loop, which never ends. If it does, end this process."""
+        """Start the engine and run the loop until this process ends. If the loop breaks, end this process."""
         mark_as_runner()
         asyncio.set_event_loop(self.loop)
         self.start_task = self.loop.create_task(self.start_engine())
@@ -329,7 +329,7 @@ class EngineThread:
             self.loop.call_later(LOST_SECONDS, self._free_journal, lost)
 
     def _free_journal(self, keys: list[Key]) -> None:
-        """Delete the journal of these units, except of those that run again here."""
+        """Delete the journal of these units (runs of one task each), except of those that run again here."""
         for key in keys:
             if self.journal is not None and key not in self.units:
                 self.journal.release(key)

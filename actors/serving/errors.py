@@ -91,7 +91,7 @@ class StreamPlace:
     def last_event(self, error: ApiError) -> bytes:
         """Return an error as the event that ends the stream.
 
-        It has a name, since Anthropic's client ignores events without one and would see a normal end of the stream.
+        In Anthropic's form the event has a name: without one, the client ignores it and takes the end for a normal one.
         """
         body = error_body(error, self.path)
         if self.path == "/v1/responses":

@@ -211,7 +211,7 @@ class WorkerExtension:
     model_runner: Any
 
     def trinity_end_with(self, pid: int, started: str) -> bool:
-        """Watch process `pid` in a thread. When it ends, end EngineCore and this process, which hold the GPU."""
+        """Watch process `pid` (start time `started`) in a thread; when it ends, end EngineCore and this process."""
         parent_pid = os.getppid()  # EngineCore, or process `pid` itself if the worker runs inside EngineCore
 
         def watch() -> None:
