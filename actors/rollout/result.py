@@ -55,7 +55,7 @@ class UnitResult:
     timeout: float | None = None
     """Seconds that an attempt may take, together with the lost attempts that it continues; None: no limit."""
     lost_seconds: float = 0.0
-    """Seconds that those lost attempts took."""
+    """Seconds taken by the lost attempts that this attempt continues."""
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that belong to no single run; see `RunsFinished`."""
     lacks: bool = False

@@ -36,7 +36,7 @@ BEAT_SECONDS = 2.0
 ANNOUNCE_BEATS = 5
 """Interval between RunnerStatus messages, in heartbeats; they show the coordinator which messages were lost."""
 COORDINATOR_BEATS = 2
-"""The coordinator gets every second of unchanged heartbeats: one may get lost before `why` calls the runner silent."""
+"""Every second unchanged heartbeat goes to the coordinator. One may get lost before `why` calls the runner silent."""
 ASK_SECONDS = 5.0
 """Interval between requests to the guardian to replace this runner."""
 HANG_SHARE = 0.8

@@ -25,7 +25,7 @@ MOST = 256
 MOST_GROWTH, STEP_SHARE = 2.0, 0.125
 """Growth of the places in one period: the maximum factor, and the minimum share that is added."""
 ROOM = 0.9
-"""Share of the KV cache, or of the maximum of running requests, from which an engine counts as full."""
+"""Share of the KV cache, or of the maximum number of running requests, from which an engine counts as full."""
 QUEUE_FOR_MORE, QUEUE_AFTER, QUEUE_MOST = 1.0, 3.0, 4.0
 """Waiting requests per running one. Above the first value places don't grow; above the third they are cut, which aims
 at the second."""

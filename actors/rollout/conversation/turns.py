@@ -55,7 +55,7 @@ class Turn:
     begin: int
     logprobs: Numbers | None
     info: Mapping[str, Any]
-    """Info of its experience: `version_spans`, `adapter_spans` and `splices` over the answer's tokens, `sampling`."""
+    """From the turn's experience: `version_spans`, `adapter_spans`, `splices` over the answer's tokens; `sampling`."""
     previous: Turn | None
     """Earlier turn whose tokens the prompt begins with."""
     is_cut: bool = False

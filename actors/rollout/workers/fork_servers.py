@@ -21,7 +21,7 @@ from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowErro
 __all__ = ["START_SECONDS", "Child", "Templates", "describe_exit"]
 
 START_SECONDS = 120.0
-"""How long a process may take to become ready, or the import of a workflow's module."""
+"""Maximum time for a process to become ready, or for the import of a workflow's module."""
 FORK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
 
@@ -141,7 +141,7 @@ class Templates:
         self.log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None  # of the first template
         self._templates: dict[str, asyncio.Task[_Template | None]] = {}
-        """Template by module; None if each worker imports the module itself. "" has the first one, without modules."""
+        """Template by module; None if each worker imports the module itself. The first template has the key ""."""
         self._newest: _Template | None = None
         """Template that imported a module last. The next template is forked from it, so that they share memory."""
 
