@@ -78,7 +78,6 @@ def core_share(cpus: Sequence[int], number: int, engine_count: int) -> list[int]
 
 
 def device_counts() -> dict[str, int]:
-    """Return the number of usable GPUs and of usable physical cores."""
     return {"gpus": len(visible_gpus()), "cores": len(usable_cores())}
 
 

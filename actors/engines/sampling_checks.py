@@ -13,16 +13,8 @@ from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.events.errors import EngineError, TrinityError
 
 __all__ = [
-    "MOST_ANSWERS",
-    "MOST_PROMPTS",
-    "MOST_TOKENS",
-    "MOST_TOP_LOGPROBS",
-    "SHARED",
-    "checked_prompt",
-    "excerpt",
-    "logprob_at_temperature",
-    "needs_whole_distribution",
-    "with_options",
+    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "checked_prompt", "excerpt",
+    "logprob_at_temperature", "needs_whole_distribution", "with_options",
 ]
 
 SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",

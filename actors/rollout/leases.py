@@ -346,8 +346,6 @@ def _new_key() -> str:
 
 
 class _OwnLoop:
-    """Event loop in a thread of its own."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="lease", daemon=True)

@@ -95,7 +95,6 @@ class RunSteps:
 
 
 def _recorded_value(step: KeptStep) -> Any:
-    """Return the value of a recorded step, or raise its error."""
     if step.error is not None:
         raise error_from_dict(step.error)
     return step.value

@@ -18,15 +18,8 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
-    "OutOfTime",
-    "UnitResult",
-    "classify",
-    "divide_usage",
-    "error_of_exit",
-    "grouped_by_run",
-    "run_result",
-    "stamp_and_validate",
-    "with_usage",
+    "OutOfTime", "UnitResult", "classify", "divide_usage", "error_of_exit", "grouped_by_run", "run_result",
+    "stamp_and_validate", "with_usage",
 ]
 
 TRACEBACK_CHARACTERS = 3000
@@ -77,8 +70,7 @@ class UnitResult:
 def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
     """Set `eid.run` of experiences if the workflow did not set it, or numbered the runs from 0.
 
-    If it did not set it, and each step has one experience per run, they belong to the runs in order. Otherwise all
-    experiences are divided evenly.
+    If not set: with one experience per run in each step they belong to the runs in order, else they are divided evenly.
     """
     n, numbers = len(runs), {e.eid.run for e in experiences}
     if numbers <= set(runs) and not (n > 1 and numbers == {0}):
@@ -122,10 +114,9 @@ def grouped_by_run(
 def stamp_and_validate(
     experiences: Sequence[Experience], task: Task, run: int, version: int, current_version: int
 ) -> None:
-    """Set the ids of a run's experiences, and in `info` the oldest version that generated a token of each.
+    """Set the ids of a run's experiences, and the oldest version that generated a token of each (default: `version`).
 
-    `version` is used if that version is unknown. Raises DataError for an invalid experience, WorkflowError for a number
-    that is not finite.
+    Raises DataError for an invalid experience, WorkflowError for a number that is not finite.
     """
     for experience in experiences:
         oldest = min((v for v, _, _ in experience.version_spans), default=version)

@@ -145,8 +145,7 @@ class WorkflowRunner:
                                 )
                             else:
                                 begin_times.append(self.clock())
-                                copy_of_task = _task_copy(task)
-                                await self._run_in_this_process(cls, copy_of_task, part, repeats, models, part_result)
+                                await self._run_in_this_process(cls, _copy_of(task), part, repeats, models, part_result)
                             for experience in part_result.experiences if models[0].steps.possibly_delivered else ():
                                 experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:
@@ -268,7 +267,6 @@ class WorkflowRunner:
         out.lacks = out.lacks or result.lacks
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
-        """Return the rollout model for one run of a task."""
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # runs of a task differ, and repeat with the same seed
@@ -408,7 +406,7 @@ class WorkflowRunner:
             self._idle_workflows.setdefault(cls, []).append(workflow)
 
 
-def _task_copy(task: Task) -> Task:
+def _copy_of(task: Task) -> Task:
     """Return a copy of a task with its own row and arguments, which a run may change in place."""
     values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
     return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})

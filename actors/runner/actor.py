@@ -182,10 +182,7 @@ class Runner(BaseActor):
         self.send(self.guardian, status)
 
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
-        """Drop the outcomes that the message confirms, and start its units (runs of one task each).
-
-        Attempts at a unit that this runner started before are skipped.
-        """
+        """Drop the outcomes that the message confirms, and start its units (runs of one task each) if not started."""
         if not self.accept_log_end(message.end):
             return
         settled = self.outbox.acknowledge(message.acks)
@@ -282,7 +279,6 @@ class Runner(BaseActor):
             self.send_leases()
 
     def send_leases(self) -> None:
-        """Send all lease changes that were not sent yet."""
         self.lease_awaited = False
         self.cancel("leases")
         for group in self.leases.next_groups(self.known, self.now()):
@@ -292,10 +288,7 @@ class Runner(BaseActor):
         self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
-        """Report a unit (runs of a task) that can't be stopped as failed, and end this runner.
-
-        Its other units run again without a strike.
-        """
+        """Report a unit (runs of a task) that can't be stopped as failed, and end this runner; others get no strike."""
         item = self.units.get(key)
         if self.final_report is not None or item is None or self.state != "ready":
             return

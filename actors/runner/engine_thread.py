@@ -274,7 +274,6 @@ class EngineThread:
 
     @_on_loop
     def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
-        """Set the URLs of auxiliary models, by model and by runner."""
         self.endpoints = endpoints
         for name, engine in self.auxiliary.items():
             engine.update(endpoints.get(name, {}))

@@ -26,7 +26,6 @@ Key = tuple[BatchId, str, int, int]
 
 
 def key_of(outcome: UnitOutcome) -> Key:
-    """Return the identity of an outcome's unit."""
     return (outcome.batch_id, outcome.submission, outcome.unit.task, outcome.unit.run_id_base)
 
 

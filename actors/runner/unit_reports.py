@@ -33,10 +33,7 @@ FULL_SECONDS = 0.5, 5.0
 
 
 class Reporter:
-    """Writer of finished units (runs of one task) into the payload store, on the engine's loop.
-
-    It passes their outcomes to `report`.
-    """
+    """Writer of finished units (runs of one task) into the payload store; passes their outcomes to `report`."""
 
     _quick: PayloadStore
     """The payload store, with calls that fail after `STORE_SECONDS`, so that heartbeats soon report the trouble."""
@@ -160,15 +157,11 @@ def failed_outcome(item: UnitAssignment, kind: FailureKind, message: str) -> Uni
 
 
 def run_numbers(unit: Unit) -> range:
-    """Return the numbers of a unit's runs."""
     return range(unit.run_id_base, unit.run_id_base + unit.runs)
 
 
 def _with_first_messages(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
-    """Return `(run, kind, message)` of each failure, with an empty message unless it is the first of its kind.
-
-    The log records only that one; it is shortened.
-    """
+    """Return the failures with the first message of each kind, shortened, and empty messages for the others."""
     kinds: set[FailureKind] = set()
     reduced = []
     for run, kind, message in failures:

@@ -63,7 +63,6 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def sse_event(body: dict[str, Any]) -> bytes:
-    """Return a JSON value as a server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 

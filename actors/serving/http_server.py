@@ -232,7 +232,6 @@ def server_class() -> Any:
 
         @property
         def connection_count(self) -> int:
-            """Number of open connections."""
             return len(self.server_state.connections) + self.arriving
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -379,7 +378,6 @@ async def run_until_disconnect(receive: Callable[[], Awaitable[Any]], work: Coro
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return any JSON value as a response."""
     from starlette.responses import Response
 
     headers = {"connection": "close"} if status == 408 else {}  # the rest of the request's body is still to come

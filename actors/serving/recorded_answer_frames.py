@@ -80,12 +80,10 @@ class Framed:
         return len(header).to_bytes(8, "big") + header + payload
 
     async def record(self, data: bytes) -> None:
-        """Send a frame with a record."""
         await self._send({"type": "http.response.body", "body": _frame(b"r", data), "more_body": True})
 
 
 def _frame(kind: bytes, data: bytes) -> bytes:
-    """Return the bytes of a frame."""
     return kind + len(data).to_bytes(8, "big") + data
 
 

@@ -97,7 +97,6 @@ class _SmallServer:
         return json_response({})
 
     async def tokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        """Answer with the token ids of a chat or a text."""
         if "messages" in body:
             chat = parse_messages(body["messages"]), parse_tools(body), template_variables(body)
             ids = await off_the_loop(is_large([*chat]), lambda: record.model.render(*chat))
@@ -265,7 +264,6 @@ class _Answer:
         self._prompt_tokens = self._response_tokens = 0
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
-        """Return the completions of all prompts as one response."""
         choices: list[dict[str, Any]] = []
         for group in groups:
             self._prompt_tokens += len(group[0].prompt_token_ids)
@@ -297,7 +295,6 @@ class _Answer:
         return sse_event({**body, "choices": [choice]})
 
     def end(self) -> bytes:
-        """Return the events that end a stream."""
         usage = {**self._head, "choices": [], "usage": _usage(self._prompt_tokens, self._response_tokens)}
         return (sse_event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
 

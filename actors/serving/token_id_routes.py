@@ -35,7 +35,6 @@ def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
 
 
 def _completion_json(c: Completion) -> dict[str, Any]:
-    """Return a completion as plain JSON."""
     return {
         "prompt_token_ids": list(c.prompt_token_ids), "token_ids": list(c.token_ids), "text": c.text,
         "logprobs": None if c.logprobs is None else [float(p) for p in c.logprobs],

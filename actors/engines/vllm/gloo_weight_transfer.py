@@ -39,7 +39,6 @@ class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLL
         self.receive_weights(self.parse_update_info(update_info))  # no accelerator to wait for
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receive each tensor that `update_info` names, and load it into the model."""
         if self.group is None:
             raise RuntimeError("this worker is in no weight transfer group: call init_transfer_engine first")
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):

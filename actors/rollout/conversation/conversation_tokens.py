@@ -306,7 +306,6 @@ def _template_arguments(messages: Sequence[Message], template: Mapping[str, Any]
 
 
 def _common_length(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix of two lists of ids."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

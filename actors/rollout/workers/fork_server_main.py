@@ -101,7 +101,6 @@ class _Template:
         return False
 
     def report_ended_children(self) -> None:
-        """Report the children that have ended."""
         while self.children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:

@@ -190,8 +190,6 @@ class _RemoteEngine:
 
 
 def _async_method(name: str) -> Any:
-    """Return a method that awaits the runner's method of this name."""
-
     async def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
 
