@@ -1,13 +1,15 @@
-"""Do places that follow the engine's load (`explorer.max_concurrency: auto`) give what the best fixed number gives?
+"""Is `explorer.max_concurrency: auto`, which follows the engine's load, as fast as the best fixed number of places?
 
-Three workloads run through the whole system, on real vLLM engines of a tiny model with a small KV cache: short answers;
-long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a slow tool
-between them. Systems with fixed numbers of places and one with `auto` are up all the time; those that are not measured
-are stopped. For each workload the best fixed number is found first. Then it and `auto` are measured again in
-alternating pairs, since the best of several was partly luck. `auto` gets one workload after the other, so it starts
-each with the places that the previous one left, and its first batch counts.
+A runner plays as many units at once as it has places. Three workloads run through the whole system, on real vLLM
+engines of a tiny model with a small KV cache: short answers; long answers, of which 64 units fill the KV cache nearly
+twice; and conversations of two turns with a slow tool between them. Systems with fixed numbers of places and a system
+with `auto` are up all the time, suspended while they are not measured. For each workload the best fixed number is found
+first. Then it and `auto` are measured again in alternating pairs, since the best of several was partly luck. `auto`
+plays one workload after the other, so it starts each with the places that the previous one left, and its first batch
+counts.
 
-Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
+The benchmark checks that every run of each batch has all its tokens. `python -m benchmarks.adaptive [--json FILE]
+[--quick]`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ AUTO = "auto"
 AIM = 0.95
 FIXED = (16, 32, 64, 128, 256)
 BLOCKS = 512
-"""Blocks of the KV cache, of 32 tokens each."""
+"""Number of blocks of the KV cache, each of 32 tokens."""
 
 
 class WithTool(MultiTurnWorkflow):
@@ -62,7 +64,7 @@ def no_reward(response: str, prompt: str, truth: str | None) -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch: `tasks` tasks of `runs` runs, each with `turns` answers of one of these lengths."""
+    """Size of a batch: `tasks` tasks of `runs` runs, each with `turns` answers of one of the lengths in `tokens`."""
 
     tasks: int
     runs: int
@@ -71,7 +73,7 @@ class Workload:
     tool_seconds: tuple[float, ...] = (0.0,)
 
     def batch(self, number: int) -> list[trinity_es.Task]:
-        """Return its tasks, with different prompts for each number, so none is in the prefix cache."""
+        """Return the tasks of batch `number`. Their prompts depend on it, so that none is in the prefix cache."""
         return [self._task(number, i) for i in range(self.tasks)]
 
     def _task(self, number: int, i: int) -> trinity_es.Task:
@@ -122,7 +124,7 @@ class System:
         self.number = 0
 
     def run(self, load: Workload) -> float:
-        """Return tokens per second from submit to the return of finalize."""
+        """Play a batch, and return its tokens per second from submit to the end of finalize."""
         self.number += 1
         tasks = load.batch(self.number)
         started = time.perf_counter()
@@ -156,13 +158,13 @@ def main() -> int:
                 system.run(WORKLOADS[name])  # warms up
         rows = []
         for name in options.workloads:
-            speeds = alternate({str(n): partial(alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
+            speeds = alternate({str(n): partial(run_alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
             for n in fixed:
                 rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(speeds[str(n)])))
-                print(rows[-1].told(), flush=True)
+                print(rows[-1].as_text(), flush=True)
             best = max(fixed, key=lambda n: statistics.median(speeds[str(n)]))
-            rows.append(against(systems, name, best, rounds))
-            print(rows[-1].told(), flush=True)
+            rows.append(compare_auto(systems, name, best, rounds))
+            print(rows[-1].as_text(), flush=True)
         with trinity_es.open_log(systems[AUTO].config.store.url) as log:
             changes = [cast(ConcurrencyChanged, r.event).places for r in log.read(types=["ConcurrencyChanged"])]
             assert log.verify() == []
@@ -176,16 +178,16 @@ def main() -> int:
         return report("places that follow the load", rows, watch, [], options.json)
 
 
-def alone(systems: dict[int | str, System], measured_one: int | str, load: Workload) -> float:
-    """Return tokens per second of one system while the others are stopped."""
+def run_alone(systems: dict[int | str, System], measured_one: int | str, load: Workload) -> float:
+    """Return tokens per second of one system while the others are suspended."""
     with resting(*(pid for name, other in systems.items() if name != measured_one for pid in pids_of(other.client))):
         return systems[measured_one].run(load)
 
 
-def against(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
+def compare_auto(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
     """Return the row that compares `auto` with the best fixed number."""
     load = WORKLOADS[name]
-    ways = {AUTO: partial(alone, systems, AUTO, load), "fixed": partial(alone, systems, best, load)}
+    ways = {AUTO: partial(run_alone, systems, AUTO, load), "fixed": partial(run_alone, systems, best, load)}
     speeds = alternate(ways, rounds)
     what = f"{name}: auto, at last {systems[AUTO].places} places"
     return pairs(what, "tokens/s", speeds[AUTO], f"{best} places", speeds["fixed"], aim=AIM)

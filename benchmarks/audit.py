@@ -1,14 +1,14 @@
-"""How fast is reading? All questions of an auditor, on a log of a million events.
+"""How fast are reads, commands and dashboard pages on a log of a million events?
 
 Makes the log (`benchmarks.sample_log`; a log named by `--log` is kept and reused), then measures, each several times:
 
 - reads: every method of `projections.reading.log_reader.Log` that pages and commands use, in one process;
-- commands: `trinity-es ...`, a new process each, from its start to its end;
+- commands: `trinity-es ...`, each in a new process, from its start to its end;
 - pages: every page of the dashboard, from one server;
-- `verify` and `rebuild`, once: events a second.
+- `verify` and `rebuild`, once: events per second.
 
-The table has p50, p95 and maximum in seconds, the CPU time of one, which hardly depends on other load, and the peak of
-resident memory in MB (for a command at least that of this benchmark, its parent). A row of more than a second at p95 or
+The table has p50, p95 and maximum in seconds, the mean CPU time, which hardly depends on other load, and the peak of
+resident memory in MB (a command inherits at least the peak of this benchmark). A row of more than a second at p95 or
 more than 500 MB is marked, and the exit code is 1. Missing commands and pages are listed by name.
 
 `python -m benchmarks.audit [--log big.sqlite | --log postgresql://... | --postgres] [--events N] [--rounds N]
@@ -41,7 +41,7 @@ from urllib.parse import urlencode
 import psutil
 from sqlalchemy import text
 
-from benchmarks.compared import Watch, about, beside_told, write_json
+from benchmarks.compared import Watch, about, load_text, write_json
 from benchmarks.sample_log import make
 from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
@@ -54,7 +54,7 @@ SECONDS, MEGABYTES = 1.0, 500.0
 
 
 class Facts:
-    """Batches, a moment and a runner of this log, to fill into the questions."""
+    """Batches, a moment and a runner of this log, as arguments for reads, commands and pages."""
 
     def __init__(self, url: str) -> None:
         with open_log(url) as log:
@@ -71,7 +71,7 @@ class Facts:
         self.time, self.when = moment.timestamp(), moment.isoformat()
 
 
-def reads(f: Facts) -> dict[str, Callable[[Log], Any]]:
+def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
     return {
         "batches": lambda log: log.batches(),
         "batches, sorted, 50": lambda log: log.batches(sort="reward", descending=True, limit=50),
@@ -98,7 +98,7 @@ def reads(f: Facts) -> dict[str, Callable[[Log], Any]]:
     }
 
 
-def commands(f: Facts, folder: str) -> dict[str, list[str]]:
+def command_arguments(f: Facts, folder: str) -> dict[str, list[str]]:
     batch, last = str(f.middle.batch_id), str(f.last.batch_id)
     return {
         "batches": [],
@@ -134,15 +134,15 @@ def commands(f: Facts, folder: str) -> dict[str, list[str]]:
     }
 
 
-def argv(name: str, values: list[str], log: str) -> list[str]:
-    """Return a command's arguments: capitals are replaced by the values in order; the rest is appended."""
+def command_argv(name: str, values: list[str], log: str) -> list[str]:
+    """Return the argv of a command. Words in capitals are replaced by `values` in order; the others are appended."""
     left, words = list(values), []
     for word in name.split():
         words.append(left.pop(0) if word.isupper() else word)
     return [sys.executable, "-m", "trinity_es", *words, *left, "--log", log]
 
 
-def pages(f: Facts) -> dict[str, dict[str, Any]]:
+def page_queries(f: Facts) -> dict[str, dict[str, Any]]:
     batch, last = f.middle.batch_id, f.last.batch_id
     return {
         "/": {},
@@ -174,7 +174,7 @@ class Table:
         self.rows: list[dict[str, Any]] = []
         self.missing: list[str] = []
 
-    def wanted(self, kind: str, name: str) -> bool:
+    def is_wanted(self, kind: str, name: str) -> bool:
         return self.only in f"{kind} {name}"
 
     def add(self, kind: str, name: str, times: list[float], cpu: float, megabytes: float, **more: Any) -> None:
@@ -189,27 +189,27 @@ class Table:
               f"cpu {row['cpu']:6.3f} s   {megabytes:6.0f} MB{mark}", flush=True)
 
 
-def resident() -> float:
+def peak_megabytes() -> float:
     """Return the peak memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
     with open_log(url) as log:
-        for name, ask in reads(f).items():
-            if not table.wanted("read", name):
+        for name, ask in read_calls(f).items():
+            if not table.is_wanted("read", name):
                 continue
             times, cpu = [], time.process_time()
             for _ in range(rounds):
                 started = time.perf_counter()
                 ask(log)
                 times.append(time.perf_counter() - started)
-            table.add("read", name, times, time.process_time() - cpu, resident())
+            table.add("read", name, times, time.process_time() - cpu, peak_megabytes())
 
 
-def one_process(words: list[str]) -> tuple[float, float, float, int, str]:
-    """Return seconds, CPU seconds, peak MB, exit code and stderr."""
-    # What is installed is compiled; where this is set, each command would compile all of it again.
+def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
+    """Run a command, and return seconds, CPU seconds, peak MB, exit code and stderr."""
+    # Installed packages are compiled. With this variable each command would compile all modules again.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
         started = time.perf_counter()
@@ -229,15 +229,15 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 
     there = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # it is a group
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        for name, values in commands(f, folder).items():
-            if not table.wanted("command", name):
+        for name, values in command_arguments(f, folder).items():
+            if not table.is_wanted("command", name):
                 continue
-            words, times, cpu, peak = argv(name, values, url), [], 0.0, 0.0
+            words, times, cpu, peak = command_argv(name, values, url), [], 0.0, 0.0
             if name.split()[0] not in there:
                 table.missing.append(name)
                 continue
             for _ in range(rounds):
-                seconds, worked, megabytes, code, said = one_process(words)
+                seconds, worked, megabytes, code, said = run_command(words)
                 if code not in (0, 1):
                     break
                 times.append(seconds)
@@ -250,11 +250,11 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
-    """Measure commands that read every event, in events per second; they have no budget."""
+    """Measure commands that read every event, in events per second. They have no time budget."""
     for name in ("verify", "rebuild"):
-        if table.wanted("whole", name):
+        if table.is_wanted("whole", name):
             words = [sys.executable, "-m", "trinity_es", name, "--log", url]
-            seconds, cpu, megabytes, code, said = one_process(words)
+            seconds, cpu, megabytes, code, said = run_command(words)
             if code:
                 raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
             rate = f.head / seconds
@@ -266,8 +266,8 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
 
 
 @contextmanager
-def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a dashboard of this log; return its address and its process."""
+def running_dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
+    """Run a dashboard of this log for this block. Yields its address and its process."""
     words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url, "--no-token"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
@@ -285,13 +285,13 @@ def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
 def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
     from importlib.util import find_spec
 
-    asked = {name: values for name, values in pages(f).items() if table.wanted("page", name)}
+    asked = {name: values for name, values in page_queries(f).items() if table.is_wanted("page", name)}
     if not asked:
         return
     if find_spec("trinity_es.dashboard") is None:
         table.missing.append("the dashboard")
         return
-    with dashboard(url) as (base, process):
+    with running_dashboard(url) as (base, process):
         for name, values in asked.items():
             where = f"{base}{name.partition('?')[0]}" + (f"?{urlencode(values)}" if values else "")
             times, size, worked = [], 0, sum(process.cpu_times()[:2])
@@ -308,36 +308,36 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
             table.add("page", name, times, worked, process.memory_info().rss / 2**20, bytes=size)
 
 
-def there(url: str, events: int) -> float:
-    """Make the log with so many events if it does not exist; return the megabytes of its database."""
+def make_if_missing(url: str, events: int) -> float:
+    """Make the log with this number of events unless it exists. Return the size of its database in MB."""
     try:
         open_log(url).close()
     except LogNotFound:
-        if (path := of_file(url)) is not None:
+        if (path := file_of_log(url)) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         make(url, batches=10**9, tasks=64, events=events, keep=50)
         print(f"made {masked(url)} in {time.monotonic() - started:.0f} s", flush=True)
-    if (path := of_file(url)) is not None:
+    if (path := file_of_log(url)) is not None:
         return path.stat().st_size / 2**20
     with open_log(url) as log:
         size = log._events.query(lambda c: c.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
     return int(size) / 2**20
 
 
-def of_file(url: str) -> Path | None:
-    """Return the file of a SQLite log."""
+def file_of_log(url: str) -> Path | None:
+    """Return the file of a SQLite log; None for other databases."""
     parsed = parse_url(url)
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
-def chosen(log: str | None, postgres: bool, stack: ExitStack) -> str:
+def chosen_url(log: str | None, postgres: bool, stack: ExitStack) -> str:
     """Return the URL of the chosen log, independent of the current folder."""
     if postgres:
         return stack.enter_context(server(durable=True)).url("postgres")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-"))
     url = log or f"{folder}/log.sqlite"
-    path = of_file(url)
+    path = file_of_log(url)
     return url if path is None else str(path.absolute())
 
 
@@ -356,8 +356,8 @@ def main() -> int:
     if options.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     with ExitStack() as stack:
-        url = chosen(options.log, options.postgres, stack)
-        megabytes = there(url, options.events)
+        url = chosen_url(options.log, options.postgres, stack)
+        megabytes = make_if_missing(url, options.events)
         f, table = Facts(url), Table(options.only)
         watch = Watch()
         print(f"{f.head:,} events, {megabytes:,.0f} MB, {options.rounds} rounds, {options.cores or 'all'} cores, "
@@ -372,7 +372,7 @@ def main() -> int:
         print(f"  not there: {name}")
     print(f"{len(table.rows)} measured, {len(over)} over {SECONDS:g} s or {MEGABYTES:g} MB" + (
         ": " + ", ".join(f"{row['kind']} {row['name']}" for row in over) if over else ""))
-    print(f"checked: verify finds nothing. {beside_told(found['beside'])}")
+    print(f"checked: verify finds nothing. {load_text(found['beside'])}")
     write_json(options.json, {
         **found, "database": parse_url(url).get_backend_name(), "cores": options.cores, "events": f.head,
         "log_megabytes": megabytes, "rows": table.rows, "missing": table.missing,

@@ -1,11 +1,11 @@
-"""Does anything get lost when everything is killed? Real processes, random faults, and then an account from the log.
+"""Is anything lost when processes are killed at random? Real processes, seeded faults, then a check of the log.
 
 A trainer keeps four batches of fifty tasks in flight (`batches` and `tasks` change that) on three runners of the
 ScriptedEngine, while seeded faults are injected one after the other (see `chaos_faults.py`): kill -9 of any process or
-of all, stopped processes, database crashes; and once each, spread over the run, a hanging guardian and admin, a stepped
-clock, a full disk, and a freeze of everything for half a minute. On PostgreSQL the server fails over to an older copy
-of itself at the end, which the system must notice and report. Every workflow run also notes its start in a file of its
-own, independent of the log. At the end the two are compared:
+of all, suspended processes, database crashes. These come once each, spread over the run: a hanging guardian and admin,
+a stepped clock, a full disk, and a freeze of everything for half a minute. On PostgreSQL the server fails over to an
+older copy of itself at the end, which the system must notice and report. Every workflow run also notes its start in a
+file, independent of the log. At the end the log is compared with these notes:
 
 - run again: a task was dispatched or began after its end was in the log, or began more often than it was dispatched;
 - lost: a task of an acknowledged batch that did not end with all its runs, or whose experiences can't be read;
@@ -16,8 +16,8 @@ own, independent of the log. At the end the two are compared:
 
 A recovery is the time from a fault to the next finished task, as a reader of the log sees it. `python -m
 benchmarks.chaos [--backend sqlite|postgresql|both] [--kills 100] [--seconds 420] [--seed 0] [--payloads URL|s3]
-[--json FILE]`. Exit code 1 when any of the lists has an entry. As root it runs itself in a mount namespace of its own;
-otherwise the full disk and the stepped boot time are left out, and named.
+[--json FILE]`. The exit code is 1 if any of the lists has an entry. As root the benchmark runs itself in its own mount
+namespace; otherwise it leaves out the full disk and the stepped boot time, and says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
 from benchmarks.chaos_faults import KILLED, Faults, by_kind, kill
-from benchmarks.chaos_hosts_trainer import Nap, asked, note_start, one_experience
+from benchmarks.chaos_hosts_trainer import Nap, note_start, one_experience, repeat_until_answered
 from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace, on_disk
 from benchmarks.compared import options_of, write_json
 from tests.helpers.faults import Server
@@ -53,11 +53,11 @@ from trinity_es.system.leftovers import leftovers
 SETTLE_SECONDS = 60.0
 """Time limit for open batches to finalize after the faults end."""
 TOLD_SECONDS = 30.0
-"""Time limit until a client gets LogRewound for a log that lost acknowledged data."""
+"""Time limit for a client to get LogRewound for a log that lost acknowledged data."""
 
 
 class BlockingNap(Workflow):
-    """Sleeps in a worker process."""
+    """Workflow that sleeps in a worker process."""
 
     def run(self) -> list[Experience]:
         note_start(self.task)
@@ -81,7 +81,7 @@ class Chaos:
                 "mode": "explore",
                 "explorer": {
                     "max_concurrency": 16,
-                    "max_retry_times": 60,  # a task is not to be given up because its runners are shot
+                    "max_retry_times": 60,  # kills of its runners must not use up a task's attempts
                     "max_timeout": 60.0,
                     "rollout_model": {"engine_type": "scripted", "engine_num": 3},
                 },
@@ -101,24 +101,24 @@ class Chaos:
         self.submitted: set[int] = set()
 
     # --- the trainer ------------------------------------------------------------------------------------------------
-    def up(self) -> None:
-        """Start the system again after everything died; retry if a further fault hits the command."""
+    def start_if_dead(self) -> None:
+        """Start the system if it and its keeper are dead. A start that fails because of a further fault is ignored."""
         with self.starting, contextlib.suppress(AlreadyRunning, StartupError):
             if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
                 lifecycle.start(self.config)
                 self.account.commands += 1
 
-    def asking(self, ask: Callable[[trinity_es.RolloutClient], Any], seconds: float = 240) -> Any:
-        return asked(self.config, ask, seconds, self.up)
+    def request(self, ask: Callable[[trinity_es.RolloutClient], Any], seconds: float = 240) -> Any:
+        return repeat_until_answered(self.config, ask, seconds, self.start_if_dead)
 
     def round_trip(self, batch: int, timeout: float) -> None:
         """Submit a batch and finalize it."""
-        tasks = self.given(batch)
-        self.asking(lambda c: c.submit_batch(batch_id=batch, tasks=tasks, batch_type="train"))
+        tasks = self.tasks_of(batch)
+        self.request(lambda c: c.submit_batch(batch_id=batch, tasks=tasks, batch_type="train"))
         self.submitted.add(batch)
-        self.finalized[batch] = self.asking(lambda c: c.finalize_train_batch(batch, timeout=timeout))
+        self.finalized[batch] = self.request(lambda c: c.finalize_train_batch(batch, timeout=timeout))
 
-    def given(self, batch: int) -> list[Task]:
+    def tasks_of(self, batch: int) -> list[Task]:
         chance = random.Random(batch)
         return [
             Task(
@@ -139,8 +139,8 @@ class Chaos:
                 self.account.person.append(f"batch {number}: {type(e).__name__}: {e}")
 
     # --- the faults -------------------------------------------------------------------------------------------------
-    def watch(self) -> None:
-        """Note the monotonic time at which each event can be read."""
+    def record_positions(self) -> None:
+        """Record in `seen` the monotonic time at which each event can first be read."""
         after = 0
         while not self.watched.is_set():
             with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.config.store.url) as log:
@@ -152,15 +152,15 @@ class Chaos:
             time.sleep(0.2)
 
     def run(self, kills: int, seconds: float, special: bool) -> Account:
-        """Start, break and settle. `special`: do the faults that come once each, too."""
+        """Start the system, inject faults, and check the log. `special`: also inject the faults that come once each."""
         started = time.monotonic()
         lifecycle.start(self.config)
         trainers = [threading.Thread(target=self.train, args=(lane,)) for lane in range(1, self.in_flight + 1)]
-        watcher = threading.Thread(target=self.watch)
+        watcher = threading.Thread(target=self.record_positions)
         for thread in [*trainers, watcher]:
             thread.start()
         time.sleep(3)
-        once = self.faults.special() if special else {}
+        once = self.faults.single_faults() if special else {}
         todo = self.random.sample(sorted(once), len(once))
         count, due = 0, [kills * (n + 1) // (len(todo) + 1) for n in range(len(todo))]
         while (count < kills and time.monotonic() - started < seconds) or todo:
@@ -169,11 +169,11 @@ class Chaos:
                 name = todo[0] if once[todo[0]]() else ""
                 todo = todo[1:] if name else todo
             else:
-                name = self.faults.one()
+                name = self.faults.inject_random()
                 count += name.startswith("kill")
             if not name:
                 time.sleep(0.2)
-                self.up()
+                self.start_if_dead()
                 continue
             self.account.faults[name] += 1
             self.injected.append((at, name))
@@ -182,7 +182,7 @@ class Chaos:
             self.pause(at)
         print(file=sys.stderr)
         self.over.set()
-        self.up()
+        self.start_if_dead()
         for thread in trainers:
             thread.join(timeout=SETTLE_SECONDS + 240)
         if self.database is not None and special:
@@ -203,11 +203,11 @@ class Chaos:
             self.notes / "ran",
             self.seen,
             self.injected,
-        ).settle(self.account)
+        ).add_to(self.account)
         return self.account
 
     def pause(self, at: float) -> None:
-        """Wait before the next fault: mostly until work goes on, sometimes less, so that it hits a restart."""
+        """Wait before the next fault: mostly until a task ends, sometimes less, so that the fault hits a restart."""
         until = time.monotonic() + (self.random.uniform(0.0, 2.0) if self.random.random() < 0.25 else 20.0)
         with contextlib.suppress(TrinityError), trinity_es.open_log(self.config.store.url) as log:
             last = log.head().position
@@ -217,9 +217,9 @@ class Chaos:
                 time.sleep(0.1)
 
     def fail_over(self, database: Server) -> None:
-        """Go on with an older copy of the database, which lacks a batch that was acknowledged: everybody is to be told.
+        """Replace the database by an older copy that lacks an acknowledged batch: every client must get LogRewound.
 
-        Then the newer data come back, as an operator would bring them, and everything goes on.
+        Then restore the newer data, as an operator would, and check that the run goes on.
         """
         self.account.faults["database failed over to an older copy"] += 1
         database.keep_copy()
@@ -235,8 +235,8 @@ class Chaos:
             self.expect_refusal(what, number + 1)
         end_system(self.config)
         database.fail_over()
-        self.up()
-        again = self.asking(lambda c: c.finalize_train_batch(number, timeout=60), 120)
+        self.start_if_dead()
+        again = self.request(lambda c: c.finalize_train_batch(number, timeout=60), 120)
         if again != self.finalized[number]:
             self.account.lost.append("the newer data gave another result of the last batch")
 
@@ -246,7 +246,7 @@ class Chaos:
         while time.monotonic() < deadline:
             try:
                 with trinity_es.connect(self.config) as client:
-                    client.submit_batch(batch_id=batch, tasks=self.given(batch), batch_type="train")
+                    client.submit_batch(batch_id=batch, tasks=self.tasks_of(batch), batch_type="train")
                 self.account.not_told.append(f"after {what} a submit was acknowledged")
                 return
             except LogRewound:
@@ -266,7 +266,7 @@ class Chaos:
 # --- one run ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _environment(more: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for all processes that are started in the block."""
+    """Set environment variables for all processes that are started in this block."""
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
     try:
@@ -283,14 +283,14 @@ def chaos(
     backend: str, *, kills: int, seconds: float, seed: int, batches: int = 4, tasks: int = 50, special: bool = False,
     namespace: bool = False, payloads: str = "",
 ) -> Account:
-    """One run on one backend, in a folder of its own.
+    """Run the benchmark on one backend, in a temporary folder.
 
-    `special`: with the faults that come once each, and on PostgreSQL a failover. `namespace`: this process has a mount
-    namespace of its own.
+    `special`: also inject the faults that come once each, and on PostgreSQL a failover. `namespace`: this process has
+    its own mount namespace.
     """
     with contextlib.ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        made.chmod(0o755)  # the server of PostgreSQL has a user of its own
+        made.chmod(0o755)  # PostgreSQL's server runs as another user
         beside, folder = made / "beside", made / "disk"
         beside.mkdir()
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The account of `benchmarks.chaos`: a comparison of its log with the notes of its workflows."""
+"""The result of `benchmarks.chaos`: a comparison of its log with the notes of its workflows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAD = {
     "person": "needed a person", "damaged": "complaints of verify", "left": "processes left",
     "ended": "ended needlessly", "not_told": "acknowledged on a log that had lost something",
 }
-"""Lists of an account that must be empty, and their labels."""
+"""{list of an `Account` that must be empty: its label}."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Account:
     faults: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     commands: int = 0
-    """Number of times that everything was dead and the system was started by command."""
+    """Number of times that all processes were dead and the benchmark started the system."""
     batches: int = 0
     tasks: int = 0
     run_again: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Account:
     ended: list[str] = field(default_factory=list)
     not_told: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Faults that this machine has no permission for."""
+    """Faults that this machine does not permit."""
     recoveries: list[tuple[float, str]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -52,7 +52,7 @@ class Account:
 
 @dataclass
 class Evidence:
-    """Observations of a run, besides its log."""
+    """Observations of a chaos run that are independent of its log."""
 
     url: str
     tasks: int
@@ -60,7 +60,7 @@ class Evidence:
     submitted: set[int]
     """Batches whose submit was acknowledged."""
     finalized: dict[int, dict[str, Any]]
-    """Results that the trainer got, by batch."""
+    """{batch: result that the trainer got}."""
     notes: Path
     """File in which each run noted its batch, its task and the monotonic time of its start."""
     seen: dict[int, float]
@@ -68,8 +68,8 @@ class Evidence:
     faults: list[tuple[float, str]]
     """Monotonic time and name of each fault."""
 
-    def settle(self, account: Account) -> None:
-        """Compare log and notes, and write what differs into the account."""
+    def add_to(self, account: Account) -> None:
+        """Compare the log with these observations, and add the differences to the account."""
         finished: dict[tuple[int, int], float] = {}
         dispatched: Counter[tuple[int, int]] = Counter()
         recorded: Counter[tuple[Any, ...]] = Counter()
@@ -105,7 +105,7 @@ class Evidence:
                     account.lost.append(f"batch {batch}: the trainer was told another result than the log has")
                 bad = [t for t in range(self.tasks) if t not in state.statuses or not state.statuses[t].ok]
                 account.lost.extend(f"task {t} of batch {batch}: {state.statuses.get(t)}" for t in bad)
-                self.read(state, batch, account)
+                self.check_experiences(state, batch, account)
         began: Counter[tuple[int, int]] = Counter()
         for line in self.notes.read_text().splitlines():
             batch, task, at = line.split()
@@ -122,8 +122,8 @@ class Evidence:
             if after:
                 account.recoveries.append((min(after) - at, name))
 
-    def read(self, state: trinity_es.BatchState, batch: int, account: Account) -> None:
-        """Read the delivered experiences, and check that each exists once."""
+    def check_experiences(self, state: trinity_es.BatchState, batch: int, account: Account) -> None:
+        """Read the delivered experiences of a batch, and add missing and duplicate ones to the account."""
         payloads = open_payloads(self.url)
         seen: Counter[tuple[Any, ...]] = Counter()
         for ref in state.experiences:

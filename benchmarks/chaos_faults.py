@@ -1,4 +1,4 @@
-"""Faults of `benchmarks.chaos`, each of which returns its name."""
+"""Faults that `benchmarks.chaos` injects."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 
 KILLED = {"runner": 8, "coordinator": 6, "worker": 4, "guardian": 1, "admin": 1}
-"""Weight of each kind of process among the kills, of 20."""
+"""{kind of process: its share of 20 kills}."""
 
 NOTICED_SECONDS = 60.0
 """Time limit until a hanging process is replaced; after that it counts as needing a person."""
 FULL_SECONDS = 10.0
-"""How long the disk is full."""
+"""Seconds during which the disk is full."""
 FROZEN_SECONDS = 30.0
-"""How long everything is frozen."""
+"""Seconds during which all processes are frozen."""
 CALM_SECONDS = 6.0
-"""Time that processes are watched after a freeze: one that is ended then was ended needlessly."""
+"""Seconds after a freeze in which no process may be ended."""
 CLOCK_STEPS = 1.0, -1.0, 3600.0, -600.0, 0.0
-"""Errors of the wall clock in seconds, one after the other."""
+"""Offsets of the wall clock in seconds, one after the other."""
 STEP_SECONDS = 3.0
-"""How long the clock stays at each."""
+"""Seconds for which the clock keeps each offset."""
 
 
 def by_kind(config: Config) -> dict[str, list[psutil.Process]]:
-    """Return the processes of a system by their kind."""
+    """Return {kind: processes} of a system, such as runner, worker or admin."""
     found: dict[str, list[psutil.Process]] = {}
     for process in leftovers(config):
         with contextlib.suppress(psutil.Error):
             title = " ".join(process.cmdline())
-            if not title:  # it has ended, and nobody has looked at it yet
+            if not title:  # a zombie
                 continue
             kind = next(
                 (k for k in ("Runner", "Coordinator", "Guardian") if title.startswith(k)),
@@ -53,7 +53,7 @@ def by_kind(config: Config) -> dict[str, list[psutil.Process]]:
 
 
 def kill(processes: list[psutil.Process]) -> int:
-    """Kill each with -9; return their number."""
+    """Kill these processes with SIGKILL, and return how many were alive."""
     killed = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -63,7 +63,7 @@ def kill(processes: list[psutil.Process]) -> int:
 
 
 class Faults:
-    """Faults for one system. `trouble` and `ended` collect what went wrong after them."""
+    """Faults for one system. `trouble` collects hangs that it did not notice, `ended` needlessly ended processes."""
 
     def __init__(
         self, config: Config, chance: random.Random, database: Server | None, disk: Disk | None,
@@ -71,13 +71,13 @@ class Faults:
     ) -> None:
         self.config, self.random, self.database, self.disk, self.clock = config, chance, database, disk, clock
         self.kills = 0
-        """Processes that were killed."""
+        """Number of killed processes."""
         self.trouble: list[str] = []
         self.ended: list[str] = []
 
     # --- at random --------------------------------------------------------------------------------------------------
-    def one(self) -> str:
-        """Inject a random fault; return its name, empty if there was no process to hit."""
+    def inject_random(self) -> str:
+        """Inject a random fault, and return its name; "" if there was no process to hit."""
         kinds = [kind for kind, times in KILLED.items() for _ in range(times)]
         kinds += ["everything", "all and keeper"] + ["stop coordinator"] * 2
         kinds += ["database"] * (3 if self.database is not None else 0)
@@ -107,7 +107,7 @@ class Faults:
         return f"kill -9 of {'every process' if kind == 'everything' else kind}" if count else ""
 
     def stop_coordinator(self, found: list[psutil.Process]) -> str:
-        """Stop the coordinator for less or more time than the guardian waits, and continue it."""
+        """Suspend the coordinator for less or more time than the guardian waits, and resume it. Return the name."""
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.suspend()
@@ -117,10 +117,10 @@ class Faults:
         return ""
 
     # --- once each --------------------------------------------------------------------------------------------------
-    def special(self) -> dict[str, Callable[[], bool]]:
-        """Return the faults that come once each, by name; each returns False where there was nobody to do it to.
+    def single_faults(self) -> dict[str, Callable[[], bool]]:
+        """Return {name: function} of the faults that come once each. A function returns False if it hit no process.
 
-        Those that this machine has no right to are left out.
+        Faults that this machine does not permit are left out.
         """
         found: dict[str, Callable[[], bool]] = {
             "guardian stopped for good": lambda: self.hang("guardian"),
@@ -128,13 +128,13 @@ class Faults:
             "everything frozen": self.freeze,
         }
         if self.clock is not None:
-            found["clock stepped" if self.clock.namespace else "clock stepped, but for the boot time"] = self.step
+            found["clock stepped" if self.clock.namespace else "clock stepped, but for the boot time"] = self.step_clock
         if self.disk is not None:
-            found["disk full"] = self.fill
+            found["disk full"] = self.fill_disk
         return found
 
     def hang(self, kind: str) -> bool:
-        """Stop a process and never continue it: the system has to notice and replace it."""
+        """Suspend a process for good. The system must replace it within `NOTICED_SECONDS`."""
         found = by_kind(self.config).get(kind, [])
         if not found or running_system.keeper(self.config) is None:
             return False
@@ -146,11 +146,11 @@ class Faults:
         return True
 
     def freeze(self) -> bool:
-        """Stop all processes and the keeper, as a sleeping laptop does, and continue them: none may be ended."""
+        """Suspend all processes and the keeper, as a sleeping laptop does, and resume them. None may be ended."""
         pid, found = running_system.keeper(self.config), by_kind(self.config)
         if pid is None or not found:
             return False
-        workers = {p.pid for p in found.get("worker", [])}  # they come and go with the work
+        workers = {p.pid for p in found.get("worker", [])}  # these end normally, with their work
         frozen = [psutil.Process(pid), *(p for group in found.values() for p in group)]
         names = {p.pid: _title(p) for p in frozen}
         for process in frozen:
@@ -164,8 +164,8 @@ class Faults:
         self.ended.extend(f"{names[p.pid]} (pid {p.pid}) ended after all were frozen" for p in gone)
         return True
 
-    def step(self) -> bool:
-        """Step the wall clock by a second, an hour, ten minutes, and back: no process may be ended."""
+    def step_clock(self) -> bool:
+        """Step the wall clock by each of `CLOCK_STEPS`. No process may be ended."""
         assert self.clock is not None
         everybody = [p for kind, group in by_kind(self.config).items() if kind != "worker" for p in group]
         if not everybody:
@@ -174,7 +174,7 @@ class Faults:
         gone: list[psutil.Process] = []
         for seconds in CLOCK_STEPS:
             self.clock.step(seconds)
-            # not psutil, which takes a process for another where the boot time moved
+            # not psutil, which mistakes a process for another one after the boot time has moved
             until = time.monotonic() + STEP_SECONDS
             while time.monotonic() < until:
                 if running_system.find(self.config) is None and all(_alive(p.pid) for p in everybody):
@@ -185,8 +185,8 @@ class Faults:
         self.ended.extend(f"{names[p.pid]} (pid {p.pid}) ended after the clock was stepped" for p in gone)
         return True
 
-    def fill(self) -> bool:
-        """Fill the disk with the log, payloads and text logs, then free the space."""
+    def fill_disk(self) -> bool:
+        """Fill the disk that holds the log, payloads and text logs, then free the space."""
         assert self.disk is not None
         self.disk.fill()
         time.sleep(FULL_SECONDS)

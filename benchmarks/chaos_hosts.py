@@ -1,18 +1,22 @@
-"""Does anything get lost when hosts die and networks fail? Several hosts, random faults, then an account from the log.
+"""Is anything lost when hosts die and networks fail? Several hosts, random faults, then a check of the log.
 
 Each host is a network namespace of this machine with its own address and processes (`tests/helpers/namespaces.py`);
-PostgreSQL is reached over TCP. Two hosts can lead: their launchers repeat `trinity-es up --standby`; the others run
+PostgreSQL is reached over TCP. Two hosts can lead: their launchers repeat `trinity-es up --standby`. The others run
 `trinity-es join`. A trainer on one of the joined hosts keeps batches in flight on the ScriptedEngine, and moves to
-another one when its host dies. Seeded faults come one after the other, some during another one: a host is killed, with
-or without its network, and started again later; a link is down for up to 20 s, or loses packets in one direction; hosts
-join, are drained, get SIGTERM; a runner, a guardian, a host agent or a coordinator is killed; the head's host is killed
-or loses its link, so that the other leads; PostgreSQL crashes and is restarted.
+another host when its own dies. Seeded faults come one after the other; some come during another one. A host is killed,
+with or without its network, and started again later. A link is down for up to 20 s, or loses packets in one direction.
+Hosts join, are drained, get SIGTERM. A runner, a guardian, a host agent or a coordinator is killed. The head's host is
+killed or loses its link, so that the other head leads. PostgreSQL crashes and is restarted.
 
-At the end the log is compared with the trainer's results, as in `benchmarks.chaos`. It must also show that nothing was
-accepted of an epoch that was over, that no attempt was blamed for the loss of a host, that each loss was noticed within
-20 s (`hosts.timeout` is 15 s by default), that hosts worked as fast as before while another was away, that each had its
-share of the work, and that all its places were busy. `python -m benchmarks.chaos_hosts [--faults 30] [--seed 0]
-[--json FILE]`. Exit code 1 if a promise broke, 0 with the reason if namespaces can't be made.
+At the end the log is compared with the trainer's results, as in `benchmarks.chaos`. It must also show that
+- no result of an ended epoch (one stay of a host in the run) was accepted;
+- no attempt got a strike for the loss of a host;
+- each loss was noticed within 20 s (`hosts.timeout` is 15 s by default);
+- hosts worked as fast as before while another host was away;
+- each host had its share of the work, and all its places were busy.
+
+`python -m benchmarks.chaos_hosts [--faults 30] [--seed 0] [--json FILE]`. Exit code 1 if a promise broke, 0 (with the
+reason) if namespaces can't be made.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from typing import Any, TypeVar
 
 import trinity_es
 from benchmarks.chaos_account import Evidence
-from benchmarks.chaos_hosts_account import Fault, HostsAccount, Work, hosts_report, slept
+from benchmarks.chaos_hosts_account import Fault, HostsAccount, Work, busy_shares, hosts_report
 from benchmarks.chaos_hosts_machines import HeadMachine, HostMachine, Machine, Trainer
 from benchmarks.compared import options_of, write_json
 from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
@@ -50,23 +54,23 @@ KINDS = {
     "host agent killed": 1, "coordinator killed": 2, "host of the head killed": 1, "link of the head away": 1,
     "PostgreSQL restarted": 2,
 }
-"""Faults, and the number of each among 30."""
+"""{fault: its number among 30 faults}."""
 SHORT = ("runner of a host killed", "host agent killed", "coordinator killed", "PostgreSQL restarted")
-"""Faults that may come during another one."""
+"""Faults that may come during another fault."""
 PLACES = 6
-"""Units that each host runs at once."""
+"""Number of units that each host plays at once."""
 SECONDS = 1.5
 """Seconds that a task sleeps."""
 MEND_SECONDS = 120.0
-"""Time limit until all hosts work again after a fault; after that the run needs a person."""
+"""Time limit for all hosts to work again after a fault; if they do not, the run counts as needing a person."""
 DISTURBED = 0.25
-"""Probability of another fault while a host is away."""
+"""Probability of a second fault while a host is away."""
 CALM_SECONDS = 8.5
-"""Seconds without faults before a fault whose effect on the other hosts is measured."""
+"""Seconds without faults before a fault, to measure its effect on the other hosts."""
 
 
 class Watch:
-    """Reader of the growing log."""
+    """Thread that reads new events of the log as they come."""
 
     def __init__(self, url: str) -> None:
         self.url, self.events, self.over = url, list[Recorded](), threading.Event()
@@ -81,7 +85,7 @@ class Watch:
                     self.events.extend(log.events(after=after))
 
     def serves(self, host: str, since: float) -> bool:
-        """Return True if the runner of this host came up after this time, or before and did not end."""
+        """Return whether the host's runner is up and got ready after the time `since`."""
         ready = 0.0
         for item in list(self.events):
             event = item.event
@@ -107,7 +111,7 @@ class HostsChaos:
         self, network: Network, database: Postgres, folder: Path, seed: int, *, hosts: int = 4, lanes: int = 6,
         tasks: int = 200, timeout: float = 15.0,
     ) -> None:
-        """`timeout`: `hosts.timeout`; `lanes`: batches in flight, of `tasks` each."""
+        """Set up machines and trainer. `timeout`: `hosts.timeout`; `lanes`: batches of `tasks` tasks in flight."""
         self.network, self.database, self.random, self.folder = network, database, random.Random(seed), folder
         explorer = {"max_concurrency": PLACES, "max_retry_times": 20, "rollout_model": {"engine_type": "scripted"}}
         config = {"mode": "explore", "store": {"url": database.url}, "explorer": explorer}
@@ -127,7 +131,7 @@ class HostsChaos:
 
     # --- what is waited for -----------------------------------------------------------------------------------------
     def wait(self, condition: Callable[[], T], what: str, seconds: float) -> T | None:
-        """Wait for a condition; if it does not come true, the run needs a person."""
+        """Wait for a condition and return its value. After `seconds` note that the run needs a person."""
         until = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > until:
@@ -136,20 +140,20 @@ class HostsChaos:
             time.sleep(0.2)
         return found
 
-    def lead(self) -> dict[str, Any]:
-        """Return the leader's name from the lease; empty if there is none or the database is unreachable."""
+    def leader(self) -> dict[str, Any]:
+        """Return the leader's record in the lease; {} if there is none or the database is unreachable."""
         with contextlib.suppress(TrinityError), EventLog.open(self.database.url, read_only=True) as log:
             lease = log.read_lease("coordinator")
             return (lease.owner or {}) if lease is not None else {}
         return {}
 
-    def leading(self) -> HeadMachine | None:
+    def leading_head(self) -> HeadMachine | None:
         """Return the leading head if its coordinator is alive."""
-        where = self.lead().get("hosts")
+        where = self.leader().get("hosts")
         return next((h for h in self.heads if h.address == where and h.processes("Coordinator")), None)
 
-    def here(self) -> list[HostMachine]:
-        """Return the hosts that should take part; restart, and count, one whose join ended by itself."""
+    def active_hosts(self) -> list[HostMachine]:
+        """Return the hosts that should take part. A host whose join ended by itself is noted and restarted."""
         wanted = [h for h in [*self.hosts.values(), self.spare] if h.is_wanted]
         for host in wanted:
             if not host.is_on():
@@ -157,10 +161,10 @@ class HostsChaos:
                 host.start()
         return wanted
 
-    def mended(self, last: Fault | None = None) -> None:
-        """Wait until all hosts that are switched on work and the run makes progress."""
-        self.wait(self.leading, "somebody leads", MEND_SECONDS)
-        for host in self.here():
+    def wait_recovered(self, last: Fault | None = None) -> None:
+        """Wait until all started hosts work and the run makes progress. `last`: the fault that just ended."""
+        self.wait(self.leading_head, "somebody leads", MEND_SECONDS)
+        for host in self.active_hosts():
             since = last.until if last is not None and last.restarts and last.host == host.name else 0.0
             if not self.wait(lambda h=host, s=since: self.watch.serves(h.name, s),  # type: ignore[misc]
                              f"host {host.name} works after {last.kind if last else 'its start'}", MEND_SECONDS):
@@ -172,10 +176,10 @@ class HostsChaos:
 
     # --- the run ----------------------------------------------------------------------------------------------------
     def run(self, deck: Sequence[str], *, measured: bool = True) -> HostsAccount:
-        """Start, inject these faults and settle. `measured`: also count the work of hosts without faults."""
+        """Start all machines, inject these faults, and check the log. `measured`: also measure the hosts' work."""
         started, self.began = time.monotonic(), time.time()
         self.heads[0].start()
-        self.wait(self.leading, "somebody leads", 90)
+        self.wait(self.leading_head, "somebody leads", 90)
         self.watch = Watch(self.database.url)
         for host in self.hosts.values():
             host.start()
@@ -183,7 +187,7 @@ class HostsChaos:
         for host in self.hosts.values():
             self.wait(lambda h=host: self.watch.serves(h.name, 0.0), f"host {host.name} works", 120)  # type: ignore[misc]
         self.trainer.run_on(list(self.hosts.values()))
-        self.mended()
+        self.wait_recovered()
         if measured:
             time.sleep(3)
         else:
@@ -191,26 +195,26 @@ class HostsChaos:
         quiet, offset = time.time(), time.time() - time.monotonic()
         time.sleep(2 * self.calm)
         quiet_time = quiet, time.time()
-        time.sleep(2 * SECONDS if measured else 0.0)  # what was under way then ends before the first fault
+        time.sleep(2 * SECONDS if measured else 0.0)  # tasks of the quiet time end before the first fault
         todo = list(deck)
         while todo:
-            self.one(todo.pop(0), todo)
+            self.inject(todo.pop(0), todo)
         self.trainer.end(MEND_SECONDS + 120)
         self.account.seconds = time.monotonic() - started
         self.watch.close()
-        self.settle(offset)
+        self.check_results(offset)
         if measured:
-            self.settle_work(quiet_time, offset)
+            self.compare_work(quiet_time, offset)
         return self.account
 
-    def deck(self, count: int) -> list[str]:
-        """Return so many faults in a random order."""
+    def random_faults(self, count: int) -> list[str]:
+        """Return `count` faults in a random order."""
         every = [kind for kind, often in KINDS.items() for _ in range(often)]
         self.random.shuffle(every)
         return [every[n % len(every)] for n in range(count)]
 
-    def begin(self, kind: str, host: str, **more: Any) -> Fault:
-        """Note a fault that begins now."""
+    def record_fault(self, kind: str, host: str, **more: Any) -> Fault:
+        """Record that a fault begins now, and return its record."""
         fault = Fault(kind, host, time.time(), **more)
         self.faults.append(fault)
         self.account.faults[kind] += 1
@@ -219,32 +223,32 @@ class HostsChaos:
         return fault
 
     # --- the faults -------------------------------------------------------------------------------------------------
-    def one(self, kind: str, deck: list[str]) -> None:
-        """Inject one fault, and wait until the run has recovered."""
-        host = self.random.choice(self.here())
+    def inject(self, kind: str, deck: list[str]) -> None:
+        """Inject a fault of this kind, and wait until the run has recovered. `deck`: the faults still to come."""
+        host = self.random.choice(self.active_hosts())
         match kind:
             case "host killed" | "host without power" | "link away" | "packets lost one way":
-                fault = self.away(kind, host, deck)
+                fault = self.take_away(kind, host, deck)
             case "host joins":
-                fault = self.joins(kind)
+                fault = self.add_host(kind)
             case "host drained" | "SIGTERM to a host":
-                fault = self.leaves(kind, host)
+                fault = self.remove_host(kind, host)
             case "host of the head killed" | "link of the head away":
-                fault = self.head_away(kind)
+                fault = self.take_head_away(kind)
             case _:
-                fault = self.short(kind, host)
+                fault = self.inject_short(kind, host)
         fault.until = fault.until or time.time()
-        self.mended(fault)
+        self.wait_recovered(fault)
 
-    def away(self, kind: str, host: HostMachine, deck: list[str]) -> Fault:
-        """Take a host away for some time, sometimes with another fault meanwhile."""
+    def take_away(self, kind: str, host: HostMachine, deck: list[str]) -> Fault:
+        """Kill or disconnect a host for some time. Sometimes inject a second fault from `deck` meanwhile."""
         time.sleep(max(0.0, self.calm_since + self.calm - time.time()))
         disturbing = next((k for k in deck if k in SHORT), None) if self.random.random() < DISTURBED else None
-        others = ["", *(h.name for h in self.here() if h is not host)]
+        others = ["", *(h.name for h in self.active_hosts() if h is not host)]
         off = kind in ("host killed", "host without power")
         for_good = self.random.random() < 0.6
         seconds = self.timeout + 5 if for_good else self.timeout * self.random.uniform(0.2, 0.8)
-        fault = self.begin(kind, f"{host.name}", others=others, calm=time.time() - self.calm_since,
+        fault = self.record_fault(kind, f"{host.name}", others=others, calm=time.time() - self.calm_since,
                            loses=off or for_good, restarts=off)
         with contextlib.ExitStack() as healed:
             if kind == "packets lost one way":
@@ -259,64 +263,65 @@ class HostsChaos:
                 deck.remove(disturbing)
                 fault.disturbed = True
                 time.sleep(self.random.uniform(1, seconds - 1))
-                self.short(disturbing, self.random.choice([h for h in self.here() if h is not host]))
+                self.inject_short(disturbing, self.random.choice([h for h in self.active_hosts() if h is not host]))
             time.sleep(max(0.0, until - time.time()))
             fault.until = time.time()
         if off:
             host.start()
         return fault
 
-    def joins(self, kind: str) -> Fault:
-        """Add a new host."""
-        fault = self.begin(kind, self.spare.name)
+    def add_host(self, kind: str) -> Fault:
+        """Start the spare host, which joins the run."""
+        fault = self.record_fault(kind, self.spare.name)
         self.spare.start()
         return fault
 
-    def leaves(self, kind: str, host: HostMachine) -> Fault:
-        """Drain a host, and let it come back."""
-        fault = self.begin(kind, host.name)
+    def remove_host(self, kind: str, host: HostMachine) -> Fault:
+        """Make a host leave the run in order, and start it again."""
+        fault = self.record_fault(kind, host.name)
         if kind == "host drained":
-            head = self.leading() or self.heads[0]
-            asked = [*head.into(), sys.executable, "-m", "trinity_es", "hosts", "drain", host.name, "--config",
-                     str(head.config)]
-            done = subprocess.run(asked, env=head.env, cwd=head.folder, capture_output=True, text=True, check=False,
+            head = self.leading_head() or self.heads[0]
+            command = [*head.command_prefix(), sys.executable, "-m", "trinity_es", "hosts", "drain", host.name,
+                       "--config", str(head.config)]
+            done = subprocess.run(command, env=head.env, cwd=head.folder, capture_output=True, text=True, check=False,
                                   timeout=120)
             if done.returncode:
                 self.account.person.append(f"hosts drain {host.name}: {done.stderr.strip()[-300:]}")
                 host.sigterm()
         else:
             host.sigterm()
-        if wrong := host.left():
+        if wrong := host.wait_left():
             self.account.person.append(wrong)
         fault.until = time.time()
         host.start()
         return fault
 
-    def head_away(self, kind: str) -> Fault:
-        """Take the head's machine away until another head leads; then it returns as standby."""
-        head = self.wait(self.leading, "somebody leads", MEND_SECONDS) or self.heads[0]
-        fault = self.begin(kind, head.name)
+    def take_head_away(self, kind: str) -> Fault:
+        """Disconnect the head's machine until the other head leads, then let it return as standby."""
+        head = self.wait(self.leading_head, "somebody leads", MEND_SECONDS) or self.heads[0]
+        fault = self.record_fault(kind, head.name)
         self.network.away(head.name)
         if kind == "host of the head killed":
             head.kill()
-        self.wait(lambda: self.leading() not in (None, head), "the other head leads", MEND_SECONDS)
+        self.wait(lambda: self.leading_head() not in (None, head), "the other head leads", MEND_SECONDS)
         fault.until = time.time()
         self.network.back(head.name)
         if kind == "host of the head killed":
             head.start()
         return fault
 
-    def short(self, kind: str, host: HostMachine) -> Fault:
-        """Inject a fault that is over at once."""
+    def inject_short(self, kind: str, host: HostMachine) -> Fault:
+        """Inject a fault that is over at once: kill a process, or restart PostgreSQL."""
         if kind == "PostgreSQL restarted":
-            fault = self.begin(kind, "")
+            fault = self.record_fault(kind, "")
             self.database.stop()
             time.sleep(self.random.uniform(0.2, 2.0))
             self.database.start()
             return fault
         of_head = kind == "coordinator killed"
-        machine: Machine | None = self.wait(self.leading, "somebody leads", MEND_SECONDS) if of_head else host
-        fault = self.begin(kind, "" if machine is None else machine.name, loses=kind[0] == "g", restarts=kind[0] == "g")
+        machine: Machine | None = self.wait(self.leading_head, "somebody leads", MEND_SECONDS) if of_head else host
+        restarts = kind[0] == "g"  # a guardian takes its whole host with it
+        fault = self.record_fault(kind, "" if machine is None else machine.name, loses=restarts, restarts=restarts)
         if kind == "runner of a host killed":
             self.killed.add(f"runner-0@{host.name}")
         title = {"r": "Runner", "g": "Guardian", "h": "HostAgent", "c": "Coordinator"}[kind[0]]
@@ -325,26 +330,26 @@ class HostsChaos:
         return fault
 
     # --- the account ------------------------------------------------------------------------------------------------
-    def settle(self, offset: float) -> None:
-        """Compare the log with the trainer's notes. `offset`: unix seconds at zero of the monotonic clock."""
+    def check_results(self, offset: float) -> None:
+        """Compare the log with the trainer's notes. `offset`: unix time at which the monotonic clock was 0."""
         account, trainer = self.account, self.trainer
         account.person += trainer.trouble
         account.trainers = trainer.starts
         with trinity_es.open_log(self.database.url) as log:
             seen = {item.position: item.recorded_at - offset for item in log.events()}
-            account.settle_hosts(log, self.faults, self.killed, self.timeout)
+            account.add_hosts(log, self.faults, self.killed, self.timeout)
         faults = [(fault.at - offset, f"{fault.kind} {fault.host}") for fault in self.faults]
         Evidence(self.database.url, self.tasks, trainer.submitted, trainer.finalized, self.notes / "ran", seen,
-                 faults).settle(account)
+                 faults).add_to(account)
 
-    def settle_work(self, quiet: tuple[float, float], offset: float) -> None:
-        """Compare the work of hosts in the `quiet` time and around the faults."""
-        busy = slept(self.notes / "slept", PLACES, quiet[0] - offset, quiet[1] - offset)
+    def compare_work(self, quiet: tuple[float, float], offset: float) -> None:
+        """Compare the hosts' work in the `quiet` interval with their work around the faults."""
+        busy = busy_shares(self.notes / "slept", PLACES, quiet[0] - offset, quiet[1] - offset)
         with trinity_es.open_log(self.database.url) as log:
-            self.account.settle_work(Work(log.events()), self.faults, quiet, busy, PLACES)
+            self.account.add_work(Work(log.events()), self.faults, quiet, busy, PLACES)
 
     def close(self) -> None:
-        """End all hosts."""
+        """End the trainer and all machines."""
         self.trainer.kill()
         for machine in [*self.hosts.values(), self.spare, *self.heads]:
             machine.kill()
@@ -361,15 +366,15 @@ def _free_port(address: str) -> int:
 def chaos_hosts(
     *, seed: int, faults: int = 0, kinds: Sequence[str] = (), measured: bool = True, **more: Any
 ) -> HostsAccount:
-    """One run, in a folder of its own: of so many random faults, or of these `kinds`."""
+    """Run the benchmark in a temporary folder, with this number of random faults or with faults of these `kinds`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-hosts-")))
-        folder.chmod(0o755)  # the server of PostgreSQL has a user of its own
+        folder.chmod(0o755)  # PostgreSQL's server runs as another user
         network = stack.enter_context(made_network())
         database = stack.enter_context(made_postgres(network.head, _free_port(network.head), network.all))
         run = HostsChaos(network, database, folder, seed, **more)
         try:
-            return run.run(kinds or run.deck(faults), measured=measured)
+            return run.run(kinds or run.random_faults(faults), measured=measured)
         finally:
             run.close()
             if os.environ.get("KEEP_CHAOS"):

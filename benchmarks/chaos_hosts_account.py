@@ -1,4 +1,4 @@
-"""The account of `benchmarks.chaos_hosts`: hosts, in addition to the results in `chaos_account`."""
+"""The result of `benchmarks.chaos_hosts`: what the log says about hosts, in addition to `chaos_account`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.host_states import Hosts, evolve_hosts, host_of
 
 KNOWN_SECONDS = 5.0
-"""Time after `hosts.timeout` within which the loss of a host must be noticed: 20 s in all by default."""
+"""Seconds after `hosts.timeout` by which the loss of a host must be noticed; 20 s in all by default."""
 SHARE = 0.1
-"""Tolerance of a host's rate while another is away, and of its share of the work."""
+"""Tolerance for a host's rate while another host is away, and for its share of the work."""
 LEAST_SECONDS = 8.0
 """Minimum length of an interval in which work is counted: shorter ones have too few tasks."""
 PROMISES = {
@@ -27,32 +27,32 @@ PROMISES = {
     "slower": "hosts slower while another was away",
     "shares": "hosts without their share of the work", "idle": "hosts with places idle while work waited",
 }
-"""Lists of an account that must be empty, and their labels."""
+"""{list of a `HostsAccount` that must be empty: its label}."""
 
 
 @dataclass
 class Fault:
-    """A fault of the run. Times are unix seconds."""
+    """An injected fault. Times are unix seconds."""
 
     kind: str
     host: str
     at: float
     until: float = 0.0
-    """Time of its end: the host was restarted, or its link was back."""
+    """End of the fault: the host was restarted, or its link was back."""
     loses: bool = False
-    """It ends an epoch of its host."""
+    """True if the run loses the host, which ends its epoch."""
     restarts: bool = False
-    """It restarts its host."""
+    """True if the host is restarted."""
     disturbed: bool = False
-    """Whether another fault came before it was over."""
+    """True if another fault came before this one was over."""
     calm: float = 0.0
-    """Seconds without faults before it."""
+    """Seconds without faults before this one."""
     others: Sequence[str] = ()
-    """Hosts that worked before it and that it does not affect; "" is the head."""
+    """Hosts that worked before and are not affected; "" is the head."""
 
 
 class Work:
-    """Units that ended: host, begin and end."""
+    """Finished units of each host, as (begin, end) in unix seconds."""
 
     def __init__(self, log: Iterable[Recorded]) -> None:
         began: dict[tuple[str, int, int, int], float] = {}
@@ -67,25 +67,25 @@ class Work:
                 self.units[host_of(event.runner)].append((began[key], item.recorded_at))
 
     def rate(self, host: str, begin: float, end: float) -> float:
-        """Return units per second; a unit that crosses the interval's edge counts in part."""
-        parts = (_within(unit, begin, end) / max(unit[1] - unit[0], 1e-6) for unit in self.units[host])
+        """Return a host's units per second in an interval. A unit that crosses its edge counts in part."""
+        parts = (_overlap(unit, begin, end) / max(unit[1] - unit[0], 1e-6) for unit in self.units[host])
         return sum(parts) / (end - begin)
 
-    def full(self, host: str, places: int, begin: float, end: float) -> float:
-        """Return the share of its places that the coordinator had given away."""
-        return sum(_within(unit, begin, end) for unit in self.units[host]) / (places * (end - begin))
+    def assigned_share(self, host: str, places: int, begin: float, end: float) -> float:
+        """Return the share of a host's places to which the coordinator had assigned units."""
+        return sum(_overlap(unit, begin, end) for unit in self.units[host]) / (places * (end - begin))
 
 
-def _within(unit: tuple[float, float], begin: float, end: float) -> float:
+def _overlap(unit: tuple[float, float], begin: float, end: float) -> float:
     return max(0.0, min(unit[1], end) - max(unit[0], begin))
 
 
-def slept(notes: Path, places: int, begin: float, end: float) -> dict[str, float]:
-    """Return the share of each host's places that were busy, from the tasks' own notes; times are monotonic."""
+def busy_shares(notes: Path, places: int, begin: float, end: float) -> dict[str, float]:
+    """Return {host: share of its places in which tasks slept}, from the tasks' notes. Times are monotonic."""
     found: dict[str, float] = defaultdict(float)
     for line in notes.read_text().splitlines():
         host, start, stop = line.split()
-        found[host] += _within((float(start), float(stop)), begin, end) / (places * (end - begin))
+        found[host] += _overlap((float(start), float(stop)), begin, end) / (places * (end - begin))
     return {host: share for host, share in sorted(found.items()) if share}
 
 
@@ -101,29 +101,29 @@ class HostsAccount(Account):
     shares: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
     known: list[tuple[float, str]] = field(default_factory=list)
-    """Seconds from a fault to the loss of its host, and which."""
+    """(seconds from a fault to HostLost, the fault)."""
     away: list[tuple[float, str]] = field(default_factory=list)
-    """Tasks per second of a host while another was away, as a share of its own before; and which."""
+    """(tasks per second of a host while another host was away, as a share of its rate before; host and fault)."""
     spread: dict[str, float] = field(default_factory=dict)
     """Tasks per second of each host before any fault."""
     busy: dict[str, float] = field(default_factory=dict)
-    """Share of each host's places in which tasks slept before any fault; the rest is time between tasks."""
+    """{host: share of its places in which tasks slept before any fault}; the rest is time between tasks."""
     given: dict[str, float] = field(default_factory=dict)
-    """Share of each host's places that were assigned then."""
+    """{host: share of its places with assigned units before any fault}."""
     epochs: int = 0
-    """Total of all hosts."""
+    """Number of epochs of all hosts."""
     coordinators: int = 0
     trainers: int = 0
-    """Number of trainer processes, one after the other."""
+    """Number of trainer processes, which ran one after the other."""
 
     @property
     def clean(self) -> bool:
         return not any(getattr(self, name) for name in PROMISES)
 
-    def settle_hosts(self, log: trinity_es.Log, faults: Sequence[Fault], killed: set[str], timeout: float) -> None:
-        """Read the log: was anything taken of an epoch that was over, who was blamed, when was each loss known.
+    def add_hosts(self, log: trinity_es.Log, faults: Sequence[Fault], killed: set[str], timeout: float) -> None:
+        """Add from the log: results of ended epochs, attempts that got a strike, and late or needless losses of hosts.
 
-        `killed`: runners whose own process was killed, for which units may be blamed. `timeout`: of hosts.
+        `killed`: runners whose process was killed, so their attempts may get a strike. `timeout`: `hosts.timeout`.
         """
         hosts: Hosts = {}
         lives: dict[tuple[str, int], int] = {}
@@ -155,12 +155,12 @@ class HostsAccount(Account):
                     self.blamed.append(f"task {event.task} for {event.runner}: {event.kind}: {event.message}")
         for fault in faults:
             if fault.loses:
-                self._known(fault, losses[fault.host], timeout + KNOWN_SECONDS)
+                self._add_loss(fault, losses[fault.host], timeout + KNOWN_SECONDS)
             elif fault.others and not fault.disturbed and fault.until - fault.at < timeout / 2:
                 self.needless += [f"{fault.kind} of {fault.host} for {fault.until - fault.at:.1f} s"
                                   for at in losses[fault.host] if fault.at <= at <= fault.until + timeout]
 
-    def _known(self, fault: Fault, losses: Sequence[float], limit: float) -> None:
+    def _add_loss(self, fault: Fault, losses: Sequence[float], limit: float) -> None:
         after = [at for at in losses if at >= fault.at]
         name = f"{fault.kind} of {fault.host}"
         if not after or min(after) > fault.until + 60:
@@ -171,10 +171,10 @@ class HostsAccount(Account):
         if seconds > limit and not fault.disturbed:
             self.late.append(f"{name}: after {seconds:.1f} s")
 
-    def settle_work(
+    def add_work(
         self, work: Work, faults: Sequence[Fault], quiet: tuple[float, float], busy: Mapping[str, float], places: int
     ) -> None:
-        """Compare what hosts did before and while another was away, and with each other in the `quiet` time."""
+        """Compare each host's rate while another was away with the rate before, and all hosts in the `quiet` time."""
         for fault in faults:
             length = fault.until - fault.at
             if fault.disturbed or length < LEAST_SECONDS or fault.calm < LEAST_SECONDS:
@@ -193,13 +193,13 @@ class HostsAccount(Account):
         self.shares += [f"{host}: {rate:.2f} tasks/s, the mean is {mean:.2f}" for host, rate in self.spread.items()
                         if abs(rate / mean - 1) > SHARE]
         self.given = {host or "the head": share for host in sorted(work.units)
-                      if (share := work.full(host, places, *quiet))}
+                      if (share := work.assigned_share(host, places, *quiet))}
         self.idle += [f"{host}: {share:.0%} of its places were given away" for host, share in self.given.items()
                       if share < 1 - SHARE]
 
 
 def _epoch(hosts: Hosts, runner: str) -> int:
-    """Return the current epoch of a runner's host; 0 for the head's own, -2 if the host is gone."""
+    """Return the current epoch of a runner's host; 0 for runners of the head, -2 if the host is gone."""
     name = host_of(runner)
     if not name:
         return 0

@@ -1,4 +1,4 @@
-"""The machines of `benchmarks.chaos_hosts`: network namespaces with processes of their own, and how they are ended."""
+"""The machines of `benchmarks.chaos_hosts`, which are network namespaces with their own processes, and its trainer."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from tests.helpers.namespaces import Network
 ROOT = Path(__file__).parents[1]
 KEY = "the key of this benchmark, of 40 characters"
 LEAVE_SECONDS = 60.0
-"""How long a host that was told to leave may take, after which that needs a person."""
+"""Time limit for a host to leave the run in order."""
 
 
 class Machine:
-    """A machine: it can be on or off, and its link as well."""
+    """A machine, which can be started and killed."""
 
     def __init__(self, name: str, network: Network, folder: Path) -> None:
         self.name, self.network, self.folder = name, network, folder / name
         self.inside = network.add(name)
         self.folder.mkdir()
-        temporary = self.folder / "tmp"  # a host has its own, where clients find its system
+        temporary = self.folder / "tmp"  # clients find the host's system here, so each host has its own
         temporary.mkdir()
         self.env = {
             **os.environ, "TRINITY_ES_KEY": KEY, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), HOST_VARIABLE: name
         }
         self.process: subprocess.Popen[bytes] | None = None
         self.is_wanted = False
-        """Nobody has switched it off, or told it to leave."""
+        """True from `start` until the machine is killed or leaves."""
 
     def command(self) -> list[str]:
-        """Return what runs on it from its start."""
+        """Return the command that the machine runs from its start."""
         raise NotImplementedError
 
     def start(self) -> None:
-        """Switch it on."""
+        """Start the machine."""
         self.is_wanted = True
         with (self.folder / "said").open("a") as out:
             self.process = subprocess.Popen(
@@ -56,27 +56,27 @@ class Machine:
     def is_on(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def first(self) -> psutil.Process | None:
-        """Return its first process, with which all others of it end."""
+    def first_process(self) -> psutil.Process | None:
+        """Return the machine's first process, with which all its other processes end; None if it is off."""
         with contextlib.suppress(psutil.Error):
             if self.is_on() and self.process is not None:
                 return next(iter(psutil.Process(self.process.pid).children()), None)
         return None
 
     def processes(self, kind: str = "") -> list[psutil.Process]:
-        """Return its processes, but the first; those whose title begins with `kind`."""
+        """Return the machine's processes whose title begins with `kind`, without the first process."""
         found = []
         with contextlib.suppress(psutil.Error):
-            for process in self.first().children(recursive=True) if self.first() else ():  # type: ignore[union-attr]
+            for process in self.first_process().children(recursive=True) if self.first_process() else ():  # type: ignore[union-attr]
                 with contextlib.suppress(psutil.Error):
                     if " ".join(process.cmdline()).startswith(kind):
                         found.append(process)
         return found
 
     def kill(self) -> None:
-        """kill -9 of all its processes."""
+        """Kill all processes of the machine with SIGKILL."""
         self.is_wanted = False
-        first = self.first()
+        first = self.first_process()
         if first is not None:
             with contextlib.suppress(psutil.Error):
                 first.kill()
@@ -87,21 +87,21 @@ class Machine:
             self.process.wait()
 
     def kill_one(self, kind: str) -> bool:
-        """kill -9 of one of its processes; False where it has none of that kind."""
+        """Kill a process of this kind with SIGKILL. Return False if there is none."""
         for process in self.processes(kind):
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 return True
         return False
 
-    def into(self) -> list[str]:
-        """Return what to put before a command, for it to run on this machine."""
-        first = self.first()
+    def command_prefix(self) -> list[str]:
+        """Return the command prefix that runs a command on this machine."""
+        first = self.first_process()
         return ["nsenter", "-t", str(first.pid if first else 0), "-p", "-m", "-n"]
 
 
 class HostMachine(Machine):
-    """A machine that joins the run."""
+    """A machine that joins the run (`trinity-es join`)."""
 
     def __init__(self, name: str, network: Network, folder: Path, url: str) -> None:
         super().__init__(name, network, folder)
@@ -112,13 +112,13 @@ class HostMachine(Machine):
                 str(self.folder / "logs")]
 
     def sigterm(self) -> None:
-        """Have it leave, as a launcher does."""
-        first = self.first()
+        """Send SIGTERM to the machine's first process, as a launcher does, so that the host leaves."""
+        first = self.first_process()
         if first is not None:
             first.send_signal(signal.SIGTERM)
 
-    def left(self) -> str:
-        """Wait until it has left; returns what is wrong."""
+    def wait_left(self) -> str:
+        """Wait until the host has left the run. Return what went wrong, else ""."""
         self.is_wanted = False
         assert self.process is not None
         try:
@@ -130,7 +130,7 @@ class HostMachine(Machine):
 
 
 class HeadMachine(Machine):
-    """A machine that leads the run, or waits to: its launcher says `up --standby` whenever that has ended."""
+    """A machine that leads the run or stands by: it repeats `trinity-es up --standby`."""
 
     def __init__(
         self, name: str, network: Network, folder: Path, config: dict[str, Any], port: int, timeout: float
@@ -148,7 +148,7 @@ class HeadMachine(Machine):
 
 
 class Trainer:
-    """The trainer, wherever it runs now; when its host dies another is found."""
+    """The trainer's processes, one after the other: when its host dies, it is started on another host."""
 
     def __init__(self, url: str, folder: Path, notes: Path, *, lanes: int, tasks: int, seconds: float) -> None:
         self.url, self.folder, self.notes, self.tasks, self.seconds = url, folder, notes, tasks, seconds
@@ -163,27 +163,27 @@ class Trainer:
         self._thread: threading.Thread | None = None
 
     def run_on(self, machines: Sequence[Machine]) -> None:
-        """Keep one running on any of these, until `end`."""
+        """Keep a trainer process running on one of these machines, until `end`."""
         def keep() -> None:
-            for machine in _round(machines):
-                if self._ending and not self.open():
+            for machine in _cycle(machines):
+                if self._ending and not self.open_lanes():
                     return
                 if machine.is_on() and machine.processes("Host"):
-                    self._one(machine)
+                    self._run_process(machine)
                 time.sleep(0.5)
 
         self._thread = threading.Thread(target=keep, daemon=True)
         self._thread.start()
 
-    def open(self) -> list[tuple[int, bool]]:
-        """Return what the lanes are at, and at the end only what was submitted."""
+    def open_lanes(self) -> list[tuple[int, bool]]:
+        """Return (batch, is submitted) of each lane; after `end` only of those whose batch was submitted."""
         return [lane for lane in self.lanes.values() if lane[1] or not self._ending]
 
-    def _one(self, machine: Machine) -> None:
+    def _run_process(self, machine: Machine) -> None:
         command = [
-            *machine.into(), sys.executable, "-m", "benchmarks.chaos_hosts_trainer", "--url", self.url, "--folder",
-            str(machine.folder), "--notes", str(self.notes), "--lanes", json.dumps(self.open()), "--tasks",
-            str(self.tasks), "--every", str(len(self.lanes)), "--seconds", str(self.seconds),
+            *machine.command_prefix(), sys.executable, "-m", "benchmarks.chaos_hosts_trainer", "--url", self.url,
+            "--folder", str(machine.folder), "--notes", str(self.notes), "--lanes", json.dumps(self.open_lanes()),
+            "--tasks", str(self.tasks), "--every", str(len(self.lanes)), "--seconds", str(self.seconds),
         ]
         with (machine.folder / "trainer.said").open("a") as out:
             self._process = subprocess.Popen(
@@ -191,15 +191,15 @@ class Trainer:
             )
         self.host, self.starts = machine, self.starts + 1
         if self._ending:
-            self._say_end()
+            self._send_end()
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # half a line of one that was killed
-                self._told(json.loads(line))
+            with contextlib.suppress(ValueError):  # half a line of a killed process
+                self._note_answer(json.loads(line))
         self._process.wait()
         self.host = None
 
-    def _told(self, said: dict[str, Any]) -> None:
+    def _note_answer(self, said: dict[str, Any]) -> None:
         if "submitted" in said:
             batch = said["submitted"]
             self.submitted.add(batch)
@@ -215,15 +215,15 @@ class Trainer:
         return (batch - 1) % len(self.lanes) + 1
 
     def end(self, seconds: float) -> None:
-        """Submit nothing more, and wait until what is open was finalized."""
+        """Submit no more batches, and wait up to `seconds` until the open ones are finalized."""
         self._ending = True
-        self._say_end()
+        self._send_end()
         if self._thread is not None:
             self._thread.join(seconds)
-        if self.open():
-            self.trouble.append(f"not finalized {seconds:.0f} s after the last fault: {self.open()}")
+        if self.open_lanes():
+            self.trouble.append(f"not finalized {seconds:.0f} s after the last fault: {self.open_lanes()}")
 
-    def _say_end(self) -> None:
+    def _send_end(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             if self._process is not None and self._process.stdin is not None:
                 self._process.stdin.write("end\n")
@@ -236,6 +236,6 @@ class Trainer:
             self._process.kill()
 
 
-def _round(machines: Sequence[Machine]) -> Iterator[Machine]:
+def _cycle(machines: Sequence[Machine]) -> Iterator[Machine]:
     while True:
         yield from machines

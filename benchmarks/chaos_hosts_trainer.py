@@ -1,8 +1,8 @@
 """The trainer of `benchmarks.chaos_hosts`: a process on one of the hosts, which may die at any moment.
 
-It keeps some batches in flight and prints a line of JSON for each thing that it was told: `{"submitted": batch}`,
-`{"finalized": batch, "result": {...}}`, `{"trouble": text}`. The next one, on another host, gets what is open as
-`--lanes`. When its standard input says `end` it submits nothing more, finalizes what is open, and ends.
+It keeps some batches in flight and prints a line of JSON for each answer that it gets: `{"submitted": batch}`,
+`{"finalized": batch, "result": {...}}`, `{"trouble": text}`. The next trainer, on another host, gets the open batches
+as `--lanes`. After the line `end` on standard input it submits no more batches, finalizes the open ones, and ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trinity_es.events.experience import EID, Experience
 HOST_VARIABLE = "CHAOS_HOST"
 """Environment variable in which a host's processes find its name."""
 PATIENCE_SECONDS = 300.0
-"""How long one submit or one finalize is tried again and again until that needs a person."""
+"""Seconds for which a submit or a finalize is repeated; after that the run counts as needing a person."""
 
 
 class Nap(Workflow):
-    """Sleeps on the engine's loop, and notes on which host, from when to when."""
+    """Workflow that sleeps on the engine's loop, and notes its host, begin and end."""
 
     is_async = True
 
@@ -43,7 +43,7 @@ class Nap(Workflow):
 
 
 def note_start(task: Task) -> float:
-    """Note beside the log that a run of a task begins; return when, by the one clock of all processes."""
+    """Note in a file that a run of a task begins. Return the monotonic time, which all processes share."""
     began = time.monotonic()
     _note(f"{task.workflow_args['notes']}/ran", f"{task.batch_id} {task.task_id} {began}")
     return began
@@ -59,18 +59,18 @@ def one_experience() -> list[Experience]:
     return [Experience(eid=EID(), tokens=tokens, prompt_length=8, reward=1.0, metrics={"reward": 1.0})]
 
 
-def asked(
+def repeat_until_answered(
     config: trinity_es.Config, ask: Callable[[trinity_es.RolloutClient], Any], seconds: float,
     again: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the answer of a system that may be gone at any moment; `again` is done before another try."""
+    """Repeat a request for up to `seconds` until the system answers; call `again` between tries. Return the answer."""
     until = time.monotonic() + seconds
     while True:
         try:
             with trinity_es.connect(config) as client:
                 return ask(client)
         except BatchAlreadyActive:
-            return None  # the answer to an earlier try was lost; the batch was not
+            return None  # an earlier try reached the system, and only its answer was lost
         except (TrinityError, TimeoutError, OSError):
             if time.monotonic() > until:
                 raise
@@ -93,11 +93,11 @@ class _Trainer:
         with self._printing:
             print(json.dumps(said), flush=True)
 
-    def asking(self, ask: Callable[[trinity_es.RolloutClient], Any]) -> Any:
-        return asked(self.config, ask, PATIENCE_SECONDS)
+    def request(self, ask: Callable[[trinity_es.RolloutClient], Any]) -> Any:
+        return repeat_until_answered(self.config, ask, PATIENCE_SECONDS)
 
-    def lane(self, batch: int, is_submitted: bool) -> None:
-        """Submit and finalize, one batch after the other."""
+    def play_lane(self, batch: int, is_submitted: bool) -> None:
+        """Submit and finalize one batch after the other, until `over` is set."""
         while is_submitted or not self.over.is_set():
             tasks = [
                 Task(workflow="benchmarks.chaos_hosts_trainer:Nap",
@@ -106,9 +106,9 @@ class _Trainer:
             ]
             try:
                 if not is_submitted:
-                    self.asking(lambda c, b=batch, t=tasks: c.submit_batch(batch_id=b, tasks=t, batch_type="train"))
+                    self.request(lambda c, b=batch, t=tasks: c.submit_batch(batch_id=b, tasks=t, batch_type="train"))
                     self.say(submitted=batch)
-                result = self.asking(lambda c, b=batch: c.finalize_train_batch(b, timeout=60))
+                result = self.request(lambda c, b=batch: c.finalize_train_batch(b, timeout=60))
                 self.say(finalized=batch, result=result)
             except Exception as e:
                 self.say(trouble=f"batch {batch}: {type(e).__name__}: {e}")
@@ -116,7 +116,7 @@ class _Trainer:
             batch, is_submitted = batch + self.given.every, False
 
     def run(self) -> None:
-        lanes = [threading.Thread(target=self.lane, args=lane) for lane in json.loads(self.given.lanes)]
+        lanes = [threading.Thread(target=self.play_lane, args=lane) for lane in json.loads(self.given.lanes)]
         for lane in lanes:
             lane.start()
         threading.Thread(target=lambda: (sys.stdin.readline(), self.over.set()), daemon=True).start()

@@ -1,8 +1,8 @@
-"""The parts of a machine that chaos needs to break: a small disk, a wall clock.
+"""Parts of a machine that `benchmarks.chaos` breaks: a small disk, and the wall clock.
 
-A disk that fills up and a boot time that moves need mounts, so a program that wants them runs itself again in a mount
-namespace of its own (`in_namespace`), which only root can make. Elsewhere these faults are left out, and the account
-names them.
+A disk that fills up and a boot time that moves need mounts, so a program that breaks them runs itself again in its own
+mount namespace (`in_namespace`), which only root can make. Without root these faults are left out, and the result says
+so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DISK_BYTES = 1 << 30
 
 
 def in_namespace(module: str) -> bool:
-    """Run this program again in a mount namespace of its own; return True inside it, False where that can't be had."""
+    """Run this program again in its own mount namespace. Return True inside it, False if there can't be one."""
     if os.environ.get(_INSIDE):
         return True
     unshare = shutil.which("unshare")
@@ -34,7 +34,7 @@ def in_namespace(module: str) -> bool:
 
 
 class Disk:
-    """A folder that is a disk of its own, and can be filled to the last byte."""
+    """A folder that is a separate disk, and can be filled to the last byte."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,17 +50,17 @@ class Disk:
                 f.write(b"\0" * 512)
 
     def free(self) -> None:
-        """Give the space back."""
+        """Free the space that `fill` took."""
         for name in ("filler", "filler.last"):
             (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount it, though somebody may still have a file open there."""
+        """Unmount the disk, even if a process still has a file open on it."""
         subprocess.run(["umount", "-l", self.folder], check=False)
 
 
 class SteppedClock:
-    """The wall clock of every process that is started with `environment`, and in a namespace the boot time too."""
+    """Wall clock (in a namespace also boot time) with an offset, for processes started with `environment`."""
 
     def __init__(self, folder: Path, *, namespace: bool) -> None:
         self.file, self.stat = folder / "clock", folder / "stat"
@@ -78,21 +78,21 @@ class SteppedClock:
             subprocess.run(["mount", "--bind", self.stat, "/proc/stat"], check=True)
 
     def step(self, seconds: float) -> None:
-        """Put the clock so far from the true time; 0: right again."""
+        """Set the clock's offset from the true time."""
         with open(self.file, "r+b") as f:
             f.write(struct.pack("d", seconds))
         if self.namespace:  # the kernel moves the boot time with the clock
             self.stat.write_text(re.sub(r"(?m)^btime \d+$", f"btime {self._boot + round(seconds)}", self._real))
 
     def close(self) -> None:
-        """Take the true boot time back."""
+        """Restore the true boot time."""
         if self.namespace:
             subprocess.run(["umount", "-l", "/proc/stat"], check=False)
 
 
 @contextlib.contextmanager
 def on_disk(folder: Path, wanted: bool) -> Iterator[Disk | None]:
-    """Make a folder a small disk while the block runs, where that is wanted."""
+    """Make a folder a small disk for this block, if `wanted`. Yields the disk, else None."""
     disk = Disk(folder) if wanted else None
     try:
         yield disk

@@ -1,20 +1,20 @@
-"""How much is generated again after a kill, and which answers does a faulty cluster lose, with and without the journal?
+"""How many tokens are generated again after a kill, and which answers are lost, with and without the journal?
 
-An engine that counts plays scripted answers of 300 to 4,096 tokens. For each request it keeps a note of how many tokens
-it has given in a file, which a kill -9 does not undo. Each figure comes from these notes and from the experiences that
-the trainer gets, and none from the events of the log:
+A scripted engine plays answers of 300 to 4,096 tokens. For each request it writes into a file how many tokens it has
+generated, so the count survives a kill -9. All figures come from these notes and from the experiences that the trainer
+gets, and none from the events of the log:
 
 - generated again: the runner, or every process of the system, is killed when answers are about 10, 50, 90 and 99 %
-  done. The tokens of all attempts at an answer, less its length, were generated again. An interval's tokens
-  (`explorer.progress.seconds`) are the bar. An answer that had ended before the kill is not to be asked for again;
+  done. Tokens of all attempts at an answer beyond its length were generated again. At most the tokens of 1.5 intervals
+  (`explorer.progress.seconds`) may be, and an answer that had ended before the kill may not be requested again;
 - goodput: the runner is killed at random moments under long answers. Tokens of delivered answers / all generated;
-- bias: the same under answers of mixed lengths with few attempts. The lengths that were delivered are compared with
-  those of an undisturbed run (two-sample Kolmogorov-Smirnov test) and drawn (`--svg`);
+- bias: the same under answers of mixed lengths with few attempts. The delivered lengths are compared with those of an
+  undisturbed run (two-sample Kolmogorov-Smirnov test) and drawn (`--svg`);
 - agents of 20 turns, and steps (`chaos_progress_agents`);
 - a real vLLM engine: one kill, and distributions under many deaths (`chaos_progress_vllm`; `--no-vllm` leaves it out).
 
-`python -m benchmarks.chaos_progress [--quick] [--no-vllm] [--seed 0] [--svg FILE] [--json FILE]`. Exit code 1 if with
-the journal an answer is lost or wrong, or more than the bar was generated again.
+`python -m benchmarks.chaos_progress [--quick] [--no-vllm] [--seed 0] [--svg FILE] [--json FILE]`. The exit code is 1 if
+with the journal an answer is lost or wrong, or too many tokens were generated again.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 import trinity_es
-from benchmarks.chaos_progress_agents import Agents, agents
-from benchmarks.chaos_progress_engine import System, answer_to, length_of, prompt_of, system, task, told
-from benchmarks.chaos_progress_vllm import OnVLLM, kolmogorov_smirnov, on_vllm
-from benchmarks.compared import Databases, Watch, about, beside_told, databases, options_of, write_json
+from benchmarks.chaos_progress_agents import Agents, play_agents
+from benchmarks.chaos_progress_engine import System, answer_to, length_of, prompt_of, show_progress, system, task
+from benchmarks.chaos_progress_vllm import OnVLLM, kolmogorov_smirnov, measure_vllm
+from benchmarks.compared import Databases, Watch, about, databases, load_text, options_of, write_json
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.payloads.payloads import open_payloads
 
 SHORT = 50
-"""Tokens of a first answer, which has ended when the kill comes."""
+"""Tokens of a task's first answer, which has ended before the kill."""
 KILLED = ("runner", "everything")
 JOURNALED = "killed, with the journal"
 BAR = 1.5
-"""Maximum of intervals' tokens that may be generated again: one interval, and the time that a record takes."""
+"""Maximum number of intervals whose tokens may be generated again: one interval, and the time that a record takes."""
 
 
 # --- tokens that are generated again ----------------------------------------------------------------------------------
-def delivered(system: System, batch: int) -> tuple[list[str], int]:
-    """Return the prompts of a batch's delivered answers, and how many answers are not what the engine gave."""
+def delivered_prompts(system: System, batch: int) -> tuple[list[str], int]:
+    """Return the prompts of a batch's delivered answers, and how many answers differ from the engine's."""
     prompts, wrong = list[str](), 0
     for experience in system.experiences(batch):
         ids = experience.tokens.tolist()
@@ -63,37 +63,37 @@ def delivered(system: System, batch: int) -> tuple[list[str], int]:
 
 @dataclass
 class Cut:
-    """One kill, and what it cost the answers that were in flight."""
+    """One kill, and its cost for the answers in flight."""
 
     backend: str
     journal: bool
     killed: str
     share: float
     again: dict[int, int] = field(default_factory=dict)
-    """Tokens generated again, by the length of the answer."""
+    """{length of an answer: tokens generated again}."""
     intervals: float = 0.0
-    """The most of them, in intervals' tokens."""
+    """Maximum of `again`, in units of the tokens of one interval."""
     ended_again: int = 0
-    """Tokens of answers that had ended before the kill."""
+    """Tokens generated again of answers that had ended before the kill."""
     waited: float = 0.0
     """Seconds from the kill to the next token; NaN if all answers had ended."""
     journal_bytes: float = 0.0
-    """Bytes of the journal, a token that was generated before the kill."""
+    """Bytes of the journal per token generated before the kill."""
     left_bytes: int = 0
     """Bytes of the journal after the batch was settled."""
     kept_bytes: float = 0.0
-    """Bytes of the payloads of lost attempts, a token that they keep."""
+    """Bytes of lost attempts' payloads per token in them."""
     lost: int = 0
     wrong: int = 0
 
 
-def cut(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: float, interval: float) -> Cut:
-    """Play a batch of one answer of each length, all given over `seconds`, and kill when they are `share` done."""
+def play_and_kill(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: float, interval: float) -> Cut:
+    """Play an answer of each length in `seconds`, kill when `made.share` of it is done, and return filled `made`."""
     on.notes.clear()
     longs = [prompt_of(batch * 100 + i, length, seconds) for i, length in enumerate(lengths)]
     firsts = [prompt_of(batch * 100 + 50 + i, SHORT, 0.1) for i in range(len(lengths))]
-    kill = on.killing(made.killed)
-    on.submitted(batch, [task(*both) for both in zip(firsts, longs, strict=True)])
+    kill = on.killer(made.killed)
+    on.submit(batch, [task(*both) for both in zip(firsts, longs, strict=True)])
 
     def done() -> bool:
         given = on.notes.generated()
@@ -101,17 +101,17 @@ def cut(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: floa
 
     while not done():
         time.sleep(0.002)
-    if made.journal and made.share <= 0.5:  # to look takes a while, in which later answers would end
-        made.journal_bytes = on.journaled() / sum(on.notes.generated().values())
+    if made.journal and made.share <= 0.5:  # reading takes a while, in which later answers would end
+        made.journal_bytes = on.journal_bytes() / sum(on.notes.generated().values())
     killed = time.monotonic()
     kill()
-    on.finalized(batch)
+    on.finalize(batch)
     after = [r.began for of_prompt in on.notes.requests().values() for r in of_prompt if r.began > killed]
     made.waited = min(after, default=math.nan) - killed + seconds / max(lengths)
     if made.journal:
-        made.left_bytes = wait_for_zero(on.journaled)
+        made.left_bytes = wait_for_zero(on.journal_bytes)
         made.kept_bytes = kept_bytes(on.config.store.url, batch)
-    got, made.wrong = delivered(on, batch)
+    got, made.wrong = delivered_prompts(on, batch)
     generated = on.notes.generated()
     made.lost = len(set(longs) - set(got))
     made.again = {length_of(prompt): generated[prompt] - length_of(prompt) for prompt in longs}
@@ -121,7 +121,7 @@ def cut(on: System, batch: int, made: Cut, lengths: Sequence[int], seconds: floa
 
 
 def wait_for_zero(figure: Callable[[], int], seconds: float = 5.0) -> int:
-    """Return a figure once it is 0, or after this time."""
+    """Poll `figure` until it returns 0, for up to `seconds`, and return its last value."""
     until = time.monotonic() + seconds
     while (now := figure()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -129,40 +129,40 @@ def wait_for_zero(figure: Callable[[], int], seconds: float = 5.0) -> int:
 
 
 def kept_bytes(url: str, batch: int) -> float:
-    """Return the bytes of what was kept of lost attempts, a kept token."""
+    """Return the bytes of a batch's payloads of lost attempts, per token in them."""
     with trinity_es.open_log(url) as log, closing(open_payloads(url)) as payloads:
         kept = [r.event for r in log.events(batch) if isinstance(r.event, ev.AttemptKept)]
         return sum(payloads.size(e.payload) or 0 for e in kept) / max(1, sum(e.tokens for e in kept))
 
 
-def cuts(
+def measure_kills(
     pool: Databases, shares: Sequence[float], lengths: Sequence[int], seconds: float, interval: float, rounds: int
 ) -> list[Cut]:
-    """Kill at each of `shares`, once without the journal and `rounds` times with it."""
+    """Return the results of a kill at each of `shares`, once without the journal and `rounds` times with it."""
     made = []
     for backend in pool.kinds:
         for journal in (True, False):
             moments = [(s, k) for s in shares for k in KILLED] * (rounds if journal else 1)
             with system(pool.new(backend), interval if journal else 0.0, retries=100) as on:
                 for number, (share, killed) in enumerate(moments):
-                    told(f"{backend}, {'with' if journal else 'without'} the journal: {killed} at {share:.0%}, "
-                         f"{number + 1} of {len(moments)}")
+                    show_progress(f"{backend}, {'with' if journal else 'without'} the journal: {killed} at "
+                                  f"{share:.0%}, {number + 1} of {len(moments)}")
                     one = Cut(backend, journal, killed, share)
-                    made.append(cut(on, number + 1, one, lengths, seconds, interval))
+                    made.append(play_and_kill(on, number + 1, one, lengths, seconds, interval))
     return made
 
 
 # --- goodput, and the lengths that are delivered ----------------------------------------------------------------------
 @dataclass
 class Under:
-    """A batch that was played while its runner was killed at random moments."""
+    """Result of a batch whose runner was killed at random moments."""
 
     way: str
     asked: int
     kills: int
     seconds: float
     lengths: list[int]
-    """Of the delivered answers."""
+    """Lengths of the delivered answers."""
     generated: int
     wrong: int
 
@@ -174,28 +174,28 @@ class Under:
 def under_kills(
     url: str, way: str, prompts: Sequence[str], interval: float, every: float, retries: int, seed: int
 ) -> Under:
-    """Play answers, and kill the runner about `every` seconds after it is ready (0: never)."""
+    """Play answers to these prompts, and kill the runner about `every` seconds after it is ready (0: never)."""
     chance, kills = random.Random(seed), 0
-    told(way)
+    show_progress(way)
     with system(url, interval, retries, places=64) as on, ThreadPoolExecutor(1) as thread:
-        kill = on.killing("runner")
-        on.submitted(1, [task(prompt) for prompt in prompts])
+        kill = on.killer("runner")
+        on.submit(1, [task(prompt) for prompt in prompts])
         began = time.monotonic()
-        ended = thread.submit(on.finalized, 1)
+        ended = thread.submit(on.finalize, 1)
         while every and not wait([ended], every * chance.uniform(0.5, 1.5)).done:
             kill()
             kills += 1
-            told(f"{way}: {kills} kills")
-            kill = on.killing("runner")
+            show_progress(f"{way}: {kills} kills")
+            kill = on.killer("runner")
         ended.result()
         seconds = time.monotonic() - began
-        got, wrong = delivered(on, 1)
+        got, wrong = delivered_prompts(on, 1)
         generated = sum(on.notes.generated().values())
     return Under(way, len(prompts), kills, seconds, sorted(map(length_of, got)), generated, wrong)
 
 
-def mixed(count: int, least: int, most: int, pace: float) -> list[str]:
-    """Return prompts of answers whose lengths are spread evenly on a logarithmic scale, in random order."""
+def mixed_prompts(count: int, least: int, most: int, pace: float) -> list[str]:
+    """Return prompts for answers of `least` to `most` tokens, evenly on a logarithmic scale, in random order."""
     lengths = [round(least * (most / least) ** (i / (count - 1))) for i in range(count)]
     random.Random(count).shuffle(lengths)
     return [prompt_of(i, length, length * pace) for i, length in enumerate(lengths)]
@@ -203,17 +203,17 @@ def mixed(count: int, least: int, most: int, pace: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Bent:
-    """How delivered lengths differ from the undisturbed ones."""
+    """Difference between delivered lengths and those of the undisturbed run."""
 
     way: str
     longest_lost: float
-    """Lost share of the longest quarter."""
+    """Share of the longest quarter of answers that was lost."""
     distance: float
     p: float
 
 
-def drawn(ways: Sequence[Under], file: str) -> None:
-    """Draw the share of the answers that was delivered, by twelve ranges of lengths."""
+def draw_lengths(ways: Sequence[Under], file: str) -> None:
+    """Draw the delivered share of the answers, in twelve ranges of lengths, into an SVG file."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -243,14 +243,14 @@ def drawn(ways: Sequence[Under], file: str) -> None:
 class Figures:
     cuts: list[Cut]
     long: list[Under]
-    """Goodput under answers that are all long."""
+    """Results for answers that are all long, for the goodput."""
     mixed: list[Under]
     agents: Agents
     vllm: OnVLLM | None = None
 
     @property
     def kills(self) -> int:
-        """Kills with the journal."""
+        """Number of kills with the journal."""
         under = [u.kills for u in [*self.long, *self.mixed] if u.way == JOURNALED]
         return sum(c.journal for c in self.cuts) + sum(under) + self.agents.all_kills
 
@@ -265,7 +265,7 @@ class Figures:
 
     @property
     def bad(self) -> list[str]:
-        """What must not be with the journal, and wrong answers without it."""
+        """Violations: losses and repetitions with the journal, and wrong answers with or without it."""
         found = [*self.agents.bad, *([] if self.vllm is None else self.vllm.bad)]
         found += [f"{u.way}: {u.wrong} answers wrong" for u in [*self.long, *self.mixed] if u.wrong]
         for c in self.cuts:
@@ -281,23 +281,24 @@ class Figures:
         return found
 
 
-def measured(*, quick: bool, seed: int) -> Figures:
-    """Measure everything with the ScriptedEngine."""
+def measure(*, quick: bool, seed: int) -> Figures:
+    """Measure everything that needs no vLLM."""
     shares, lengths = (0.1, 0.5, 0.9, 0.99), (300, 600, 1024, 2048, 3072, 4096)
-    long, every, often = [prompt_of(i, 4096, 4.0) for i in range(96)], mixed(2_000, 64, 4096, 0.001), 3.0
+    long, every, often = [prompt_of(i, 4096, 4.0) for i in range(96)], mixed_prompts(2_000, 64, 4096, 0.001), 3.0
     if quick:
-        shares, lengths, every, often = (0.5, 0.99), (300, 4096), mixed(128, 64, 2048, 0.001), 1.5
+        shares, lengths, every, often = (0.5, 0.99), (300, 4096), mixed_prompts(128, 64, 2048, 0.001), 1.5
     with databases() as pool:
         if quick:
             pool.kinds = ["sqlite"]
-        made = cuts(pool, shares, lengths, 1.5 if quick else 2.0, 0.25, rounds=1 if quick else 6)
+        made = measure_kills(pool, shares, lengths, 1.5 if quick else 2.0, 0.25, rounds=1 if quick else 6)
         ways = {"undisturbed": (0.25, 0.0), JOURNALED: (0.25, often), "killed, without": (0.0, often)}
-        figures = Figures(made, [], [], agents(pool.new(pool.kinds[-1]), 5 if quick else 100, seed, 4 if quick else 8))
+        kills, width = (5, 4) if quick else (100, 8)
+        figures = Figures(made, [], [], play_agents(pool.new(pool.kinds[-1]), kills, seed, width))
         for way, (interval, after) in ways.items():
             if after and not quick:
                 figures.long.append(under_kills(pool.new("sqlite"), way, long, interval, 2 * after, 100, seed))
             figures.mixed.append(under_kills(pool.new("sqlite"), way, every, interval, after, 2, seed))
-    told("")
+    show_progress("")
     return figures
 
 
@@ -341,16 +342,16 @@ def main() -> int:
         ("--seed", {"type": int, "default": 0}), ("--svg", {"help": "draw the lengths into this file"}),
     ])
     watch = Watch()
-    figures = measured(quick=options.quick, seed=options.seed)
+    figures = measure(quick=options.quick, seed=options.seed)
     if options.vllm:
-        figures.vllm = on_vllm(quick=options.quick, seed=options.seed)
+        figures.vllm = measure_vllm(quick=options.quick, seed=options.seed)
     context = about(watch)
-    print(f"{report(figures)}\n  {beside_told(context['beside'])}")
+    print(f"{report(figures)}\n  {load_text(context['beside'])}")
     write_json(options.json, {**context, "bad": figures.bad, "bent": figures.bent, **vars(figures),
                               "kills": figures.kills,
                               "goodput": [(u.way, u.goodput) for u in [*figures.long, *figures.mixed]]})
     if options.svg:
-        drawn(figures.mixed, options.svg)
+        draw_lengths(figures.mixed, options.svg)
     return int(bool(figures.bad))
 
 

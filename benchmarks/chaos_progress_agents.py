@@ -1,8 +1,9 @@
-"""Agents of 20 turns under kills at random moments: is a known answer asked for again, or a known step done again?
+"""Agents of 20 turns under kills at random moments: is a known answer requested again, or a known step done again?
 
-Half of the agents use the OpenAI SDK and know nothing of this software, half use `self.model` and make their tool calls
-as steps. Payers make steps that are not idempotent. The engine, the tools and the steps each add a line to one file as
-they begin and as their caller has got the result. So its order tells what was known before a kill.
+Half of the agents use the OpenAI SDK and do not depend on trinity_es, half use `self.model` and make their tool calls
+as steps. Payers make steps that are not idempotent. The engine, the tools and the steps add a line to one file (the
+story) when they begin, and again when the caller has the result. The order of the lines shows what was known before a
+kill.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from benchmarks.chaos_progress_engine import (
     digest_of,
     narrate,
     prompt_of,
+    show_progress,
     system,
-    told,
 )
 from trinity_es import Task, Workflow
 from trinity_es.events.experience import Experience
 
 TURNS, PAYMENTS = 20, 8
 KILLED = {"runner": 6, "coordinator": 2, "everything": 2}
-"""What is killed, and how often relative to the others."""
+"""{target of a kill: its weight}."""
 INTERVAL = 0.1
-"""Seconds between two records of the journal, less than most answers take."""
+"""Seconds between two records of the journal; most answers take longer."""
 LONGEST_PAUSE = 1.5
-"""Maximum of seconds between a system that is ready and its next kill."""
+"""Maximum number of seconds from a ready system to its next kill."""
 
 
-async def agent(client: Any, model: str, question: str, tool: Callable[[int], Awaitable[str]]) -> None:
-    """Have a conversation by an OpenAI client: after each answer the tool says the next message."""
+async def converse(client: Any, model: str, question: str, tool: Callable[[int], Awaitable[str]]) -> None:
+    """Have a conversation by an OpenAI client. The tool returns the message after each answer."""
     messages = [{"role": "user", "content": question}]
     for turn in range(1, TURNS + 1):
         answer = await client.chat.completions.create(model=model, messages=messages)
@@ -47,13 +48,13 @@ async def agent(client: Any, model: str, question: str, tool: Callable[[int], Aw
 
 
 def message(number: int, turn: int) -> str:
-    """Return the tool's message to an agent, whose answer takes about 0.15 s."""
+    """Return the tool's message to agent `number` in a turn. The answer to it takes about 0.15 s."""
     length = random.Random(f"{number} {turn}").randrange(40, 400)
     return prompt_of(number, length, length / 1500)
 
 
 class BySDK(Workflow):
-    """The agent on the OpenAI SDK."""
+    """Workflow of the agent on the OpenAI SDK."""
 
     is_async = True
 
@@ -66,20 +67,20 @@ class BySDK(Workflow):
             return message(number, turn)
 
         async with AsyncOpenAI(base_url=here.base_url, api_key=here.token) as client:
-            await agent(client, here.model, message(number, 0), tool)
+            await converse(client, here.model, message(number, 0), tool)
         experiences: list[Experience] = self.model.extract_experience_from_history()
         for experience in experiences:
             experience.reward = float(experience.tokens.sum() % 1000)
         return experiences
 
 
-def look(number: int, turn: int) -> str:
+def look_up(number: int, turn: int) -> str:
     narrate("begun", f"{number}/{turn}")
     return message(number, turn)
 
 
 class ByModel(Workflow):
-    """The same agent by `self.model`, with tool calls that are steps."""
+    """Workflow of the same agent by `self.model`, with tool calls as steps."""
 
     is_async = True
 
@@ -90,7 +91,7 @@ class ByModel(Workflow):
             [answer] = await self.model.chat_async(messages, n=1)
             narrate("got", digest_of("".join(f"{m['content']}\n" for m in messages)))
             messages.append({"role": "assistant", "content": answer.response_text})
-            said = await self.step_async("look", look, number, turn, idempotent=True)
+            said = await self.step_async("look", look_up, number, turn, idempotent=True)
             narrate("done", f"{number}/{turn}")
             messages.append({"role": "user", "content": said})
         experiences: list[Experience] = self.model.extract_experience_from_history()
@@ -106,7 +107,7 @@ async def pay(number: int, payment: int) -> int:
 
 
 class Payer(Workflow):
-    """Payments that are not idempotent, each after an answer."""
+    """Workflow of payments that are not idempotent, each after an answer."""
 
     is_async = True
 
@@ -123,21 +124,21 @@ class Payer(Workflow):
 
 @dataclass
 class Agents:
-    """What the agents and payers of all batches did under the kills."""
+    """Counts over the agents and payers of all batches."""
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KILLED, 0))
     runs: int = 0
-    """Agents and payers."""
+    """Runs of agents and payers."""
     calls: int = 0
     """Answers that the agents got."""
     asked_again: int = 0
-    """Requests for an answer that its agent had already."""
+    """Requests for an answer that the agent already had."""
     goes_on: int = 0
-    """Requests that went on from a part of their answer."""
+    """Requests that continued a partial answer."""
     unsampled: int = 0
-    """Tokens to train on that the engine did not give, or with another logprob."""
+    """Trained tokens that the engine did not generate, or that have another logprob."""
     different: int = 0
-    """Experiences that are not those of the undisturbed run."""
+    """Experiences that differ from the undisturbed run."""
     steps: int = 0
     done_again: int = 0
     """Idempotent steps that were done again after their result was known."""
@@ -145,9 +146,9 @@ class Agents:
     deaths: int = 0
     """Lost attempts of payers."""
     named: int = 0
-    """Runs that started over, by the names of possibly delivered steps in the experiences."""
+    """Possibly delivered steps that experiences name: one for each run that started over."""
     paid_again: int = 0
-    """Lives of payers that repeated a payment, although no possibly delivered one is named for it."""
+    """Attempts of payers that repeated a payment which no experience names as possibly delivered."""
 
     @property
     def all_kills(self) -> int:
@@ -172,56 +173,57 @@ class Agents:
         ]
 
 
-def agents(url: str, kills: int, seed: int, width: int = 8) -> Agents:
-    """Play batches of `width` agents of each kind and as many payers, until so many kills have come."""
+def play_agents(url: str, kills: int, seed: int, width: int = 8) -> Agents:
+    """Play batches of `width` agents of each kind and as many payers, until `kills` kills have happened."""
     chance, made, number = random.Random(seed), Agents(), 1
     tasks = [Task(workflow=kind, workflow_args={"number": 100 * place + i})
              for place, kind in enumerate((BySDK, ByModel, Payer), 1) for i in range(width)]
     with system(url, INTERVAL, 100_000, places=len(tasks)) as on, ThreadPoolExecutor(1) as thread:
-        on.submitted(number, tasks)
-        on.finalized(number)
-        expected = [bare(e) for e in on.experiences(number)]
+        on.submit(number, tasks)
+        on.finalize(number)
+        expected = [trained_fields(e) for e in on.experiences(number)]
         while made.all_kills < kills:
             number += 1
             on.notes.clear()
-            on.submitted(number, tasks)
-            ended = thread.submit(on.finalized, number)
+            on.submit(number, tasks)
+            ended = thread.submit(on.finalize, number)
             while made.all_kills < kills and not ended.done():
                 [killed] = chance.choices(list(KILLED), list(KILLED.values()))
-                kill = on.killing(killed)
+                kill = on.killer(killed)
                 if wait([ended], chance.uniform(0.0, LONGEST_PAUSE)).done:
                     break
                 kill()
                 made.kills[killed] += 1
-                told(f"agents: {made.all_kills} kills of {kills}")
+                show_progress(f"agents: {made.all_kills} kills of {kills}")
             ended.result()
-            check(on, number, made, expected)
+            add_counts(on, number, made, expected)
     return made
 
 
-def bare(experience: Experience) -> tuple[Any, ...]:
-    """Return what a trainer reads of an experience."""
+def trained_fields(experience: Experience) -> tuple[Any, ...]:
+    """Return the fields of an experience that a trainer reads."""
     e = experience
     arrays = [None if a is None else a.tolist() for a in (e.tokens, e.logprobs, e.action_mask)]
     return e.eid.task, e.eid.run, e.eid.step, e.prompt_length, e.reward, *arrays
 
 
-def check(on: System, batch: int, made: Agents, expected: Sequence[Any]) -> None:
-    """Add the account of a batch."""
+def add_counts(on: System, batch: int, made: Agents, expected: Sequence[Any]) -> None:
+    """Add the counts of a batch to `made`. `expected`: experiences of the undisturbed run."""
     experiences, requests, story = on.experiences(batch), on.notes.requests(), on.notes.story()
-    made.different += sum(a != b for a, b in zip(sorted(map(bare, experiences)), sorted(expected), strict=True))
+    fields = sorted(map(trained_fields, experiences))
+    made.different += sum(a != b for a, b in zip(fields, sorted(expected), strict=True))
     made.goes_on += sum(r.kept > 0 for of_prompt in requests.values() for r in of_prompt)
-    made.unsampled += sum(unsampled(e, requests) for e in experiences)
+    made.unsampled += sum(count_unsampled(e, requests) for e in experiences)
     made.runs += len({e.eid.task for e in experiences})
-    lives = follow(story, made)
+    lives = count_story(story, made)
     made.deaths += sum(len(of_payer) - 1 for of_payer in lives.values())
     names = sum(len(e.info.get("possibly_delivered", ())) for e in experiences)
     made.named += names
-    made.paid_again += max(0, sum(map(starts_over, lives.values())) - names)
+    made.paid_again += max(0, sum(map(count_repeats, lives.values())) - names)
 
 
-def starts_over(lives: Sequence[set[str]]) -> int:
-    """Count the lives of a payer that repeated a payment made since it last started over."""
+def count_repeats(lives: Sequence[set[str]]) -> int:
+    """Count the attempts (sets of payments) that repeated a payment made since the payer last started over."""
     count, since = 0, set[str]()
     for life in lives:
         again = bool(life & since)
@@ -229,8 +231,8 @@ def starts_over(lives: Sequence[set[str]]) -> int:
     return count
 
 
-def follow(story: Sequence[Sequence[str]], made: Agents) -> dict[str, list[set[str]]]:
-    """Add what the story tells of calls and steps; return the payments of each life of each payer."""
+def count_story(story: Sequence[Sequence[str]], made: Agents) -> dict[str, list[set[str]]]:
+    """Count calls and steps in the lines of the story. Return {payer: payments of each of its attempts}."""
     known, done, lives = set[str](), set[str](), dict[str, list[set[str]]]()
     for word, what in story:
         if word == "asked":
@@ -251,8 +253,8 @@ def follow(story: Sequence[Sequence[str]], made: Agents) -> dict[str, list[set[s
     return lives
 
 
-def unsampled(experience: Experience, requests: dict[str, list[Request]]) -> int:
-    """Count the tokens to train on that no request gave, or that have another logprob than the engine gave."""
+def count_unsampled(experience: Experience, requests: dict[str, list[Request]]) -> int:
+    """Count the trained tokens that no request generated, or whose logprob differs from the engine's."""
     tokens, first = experience.tokens.tolist(), experience.prompt_length
     size = len(tokens) - first
     mask = [True] * size if experience.action_mask is None else experience.action_mask.tolist()

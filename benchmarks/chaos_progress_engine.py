@@ -1,4 +1,4 @@
-"""The engine of `chaos_progress`, which counts, its notes that outlive it, and the systems with this engine."""
+"""The engine of `chaos_progress`, the notes in which it counts tokens, and systems with this engine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from trinity_es.testing import ScriptedEngine
 NOTES = "CHAOS_PROGRESS_NOTES"
 """Environment variable with the folder of the engine's notes."""
 MOST = 8192
-"""`max_tokens` of each request; the engine ends every answer earlier."""
+"""`max_tokens` of each request, more than any answer has."""
 TICK = 0.01
 """Seconds between two steps of the engine."""
 
 
 def prompt_of(number: int, length: int, seconds: float) -> str:
-    """Return the prompt of an answer of this length, which the engine gives over `seconds`."""
+    """Return a prompt whose answer has this length and takes `seconds`."""
     return f"{number} {length} {seconds}:"
 
 
@@ -51,7 +51,7 @@ def length_of(prompt: str) -> int:
 
 
 def narrate(*words: str) -> None:
-    """Add a line to the story, whose lines have the order in which things happened in all processes."""
+    """Add a line to the story, a file with the actions of all processes in the order in which they happened."""
     with open(f"{os.environ[NOTES]}.story", "ab", buffering=0) as story:
         story.write(f"{' '.join(words)}\n".encode())
 
@@ -61,19 +61,19 @@ def digest_of(text: str) -> str:
 
 
 def answer_to(prompt: str) -> tuple[list[int], list[float]]:
-    """Return the only right answer: its tokens, and logprobs that float32 holds exactly."""
+    """Return the tokens and logprobs of the only right answer to a prompt. float32 holds the logprobs exactly."""
     chance = random.Random(prompt)
     size = length_of(prompt)
     return [chance.randrange(97, 123) for _ in range(size)], [-chance.randrange(1, 4096) / 256 for _ in range(size)]
 
 
 class Counting(ScriptedEngine):
-    """Engine that gives answers token by token, and notes how many it has given. It goes on from any part of one."""
+    """Engine that generates answers token by token, and notes their number. It can continue any partial answer."""
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         first = len(ids) - ids[::-1].index(ord(":"))
-        first += ids[first : first + 1] == [ord("\n")]  # a chat template ends its messages so
+        first += ids[first : first + 1] == [ord("\n")]  # the chat template ends messages with a newline
         asked, kept = bytes(ids[:first]).decode(), len(ids) - first
         (tokens, logprobs), pace = answer_to(asked), float(asked.rstrip(":\n").split()[-1]) / length_of(asked)
         narrate("asked", digest_of(asked))
@@ -94,7 +94,7 @@ class Counting(ScriptedEngine):
         return [replace(whole, text=self.tokenizer.decode(whole.token_ids))]
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
-        """Return the tokens given since the last look, which are never more than the engine has noted."""
+        """Return the tokens after `start` that the engine has generated and noted."""
         if request not in self._open_requests:
             return {}
         _, _, count, [whole] = self._open_requests[request]
@@ -106,7 +106,7 @@ class Counting(ScriptedEngine):
 
 
 class Answers(Workflow):
-    """Asks for one answer after the other, and returns the last."""
+    """Workflow that requests one answer after the other, and returns the last."""
 
     is_async = True
 
@@ -123,7 +123,7 @@ def task(*prompts: str, **sampling: Any) -> Task:
 
 
 class Request(NamedTuple):
-    """A request that the engine got: how many tokens it went on from, how many were given, and when it came."""
+    """A request to the engine: tokens that it continued from, tokens generated, and monotonic time of its start."""
 
     kept: int
     given: int
@@ -137,16 +137,16 @@ class Notes:
     folder: Path
 
     def requests(self) -> dict[str, list[Request]]:
-        """Return the requests for each prompt."""
+        """Return {prompt: requests}."""
         found = defaultdict(list)
         for file in self.folder.iterdir():
-            if note := file.read_text():  # or it is being made
+            if note := file.read_text():  # empty while it is being written
                 count, kept, began, asked = note.split(maxsplit=3)
                 found[asked].append(Request(int(kept), int(count), float(began)))
         return found
 
     def generated(self) -> dict[str, int]:
-        """Return the number of tokens that were generated for each prompt."""
+        """Return {prompt: number of tokens generated for it}."""
         return {prompt: sum(r.given for r in requests) for prompt, requests in self.requests().items()}
 
     @property
@@ -164,7 +164,7 @@ class Notes:
 # --- systems ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class System:
-    """A system without a keeper, so that nobody starts it again but this benchmark."""
+    """A system without a keeper, so that only this benchmark restarts it."""
 
     config: Config
     notes: Notes
@@ -174,8 +174,8 @@ class System:
         client.wait_ready(600)
         return client
 
-    def killing(self, killed: str) -> Callable[[], None]:
-        """Return a function that kills at once: an actor, or every process, and then starts the system again."""
+    def killer(self, killed: str) -> Callable[[], None]:
+        """Return a function that at once kills an actor, or all processes, after which it restarts the system."""
         with self.client() as client:
             pid = pid_of(client, "runner-0" if killed == "runner" else "coordinator")
             processes = running_system.processes(client._link.admin)
@@ -187,12 +187,12 @@ class System:
 
         return everything if killed == "everything" else lambda: os.kill(pid, signal.SIGKILL)
 
-    def submitted(self, batch: int, tasks: Sequence[Task]) -> None:
+    def submit(self, batch: int, tasks: Sequence[Task]) -> None:
         with self.client() as client:
             client.submit_batch(batch_id=batch, tasks=list(tasks), batch_type="train")
 
-    def finalized(self, batch: int, seconds: float = 300.0) -> None:
-        """Wait for a batch as a trainer does that asks again when the system is started again."""
+    def finalize(self, batch: int, seconds: float = 300.0) -> None:
+        """Finalize a batch, with a new try whenever the system was restarted."""
         until = time.monotonic() + seconds
         while True:
             try:
@@ -210,15 +210,15 @@ class System:
         payloads = open_payloads(self.config.store.url)
         return list(read_experiences(payloads, state.experiences))
 
-    def journaled(self) -> int:
-        """Return the bytes of all journals."""
+    def journal_bytes(self) -> int:
+        """Return the size of all journals in bytes."""
         with closing(open_journals(self.config.store.url)) as journals:
             return sum(len(part) for life in journals.lives() for part in journals.read(life))
 
 
 @contextmanager
 def system(url: str, interval: float, retries: int, places: int = 16, **model: Any) -> Iterator[System]:
-    """Run a system. `interval`: seconds between two records of the journal, 0 for none; `model`: its engine."""
+    """Run a system for this block. `interval`: seconds between two records of the journal, 0: none; `model`: engine."""
     model = model or {"engine_type": "benchmarks.chaos_progress_engine:Counting"}
     with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
         notes = Notes(Path(name) / "notes")
@@ -236,5 +236,5 @@ def system(url: str, interval: float, retries: int, places: int = 16, **model: A
             end_system(config)
 
 
-def told(doing: str) -> None:
+def show_progress(doing: str) -> None:
     print(f"\r  {doing:<70}", end="", file=sys.stderr, flush=True)

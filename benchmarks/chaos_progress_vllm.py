@@ -1,9 +1,10 @@
-"""A real vLLM engine under deaths: is an answer that goes on the undisturbed one, and from the same distribution?
+"""A real vLLM engine whose attempts die: does a continued answer equal the undisturbed one, or its distribution?
 
 The engine has a tiny model with random weights. Its runner is killed once, in the middle of a greedy answer. For the
-distributions real kills would be too dear, since the engine starts for 15 s: so attempts die inside one process. Each
-of `n` answers loses its attempt once at a random token, or several times, and the next attempt gets what its journal
-has. Compared with as many undisturbed answers are their lengths, rewards and finish reasons (Kolmogorov-Smirnov).
+distributions real kills would take too long, since the engine starts for 15 s. So attempts are cancelled inside one
+process: each of `n` answers loses its attempt at a random token, perhaps several times, and the next attempt gets the
+journal. Their lengths, rewards and finish reasons are compared with those of as many undisturbed answers
+(Kolmogorov-Smirnov).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_progress_engine import system, task, told
+from benchmarks.chaos_progress_engine import show_progress, system, task
 from examples.grpo.tiny_model import make_tiny_model
 from tests.helpers.journals import RUN, Written, ask
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
@@ -34,9 +35,9 @@ from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
 
 PLAIN = Sampling(max_tokens=48, stop=tuple("aeioubcdfg"))
-"""Each stop is one of 261 tokens that are about as likely as each other, so most answers end before 48 tokens."""
+"""Each stop is one of 261 tokens of about equal probability, so most answers end before 48 tokens."""
 BEGINS_AGAIN = "presence_penalty 0.5, which begins again"
-"""Its lengths may differ: an attempt that ends before its death counts, and such attempts are short."""
+"""Sampling whose answers start over after a death. Lengths may differ, since short attempts end before they die."""
 SAMPLING = {
     "plain": PLAIN, "top_p 0.9": replace(PLAIN, top_p=0.9), "a seed": replace(PLAIN, seed=0),
     "repetition_penalty 1.3": replace(PLAIN, repetition_penalty=1.3),
@@ -44,11 +45,11 @@ SAMPLING = {
 }
 AT_ONCE = 64
 ALARM = 0.01
-"""p value of all comparisons together (Bonferroni) below which distributions count as different."""
+"""p value below which distributions count as different, for all comparisons together (Bonferroni)."""
 
 
 def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the greatest distance of two samples' distributions, and the p value (asymptotic)."""
+    """Return the Kolmogorov-Smirnov distance of two samples, and its asymptotic p value."""
     a, b = sorted(one), sorted(other)
     distance = max(abs(bisect_right(a, x) / len(a) - bisect_right(b, x) / len(b)) for x in {*a, *b})
     root = math.sqrt(len(a) * len(b) / (len(a) + len(b)))
@@ -59,7 +60,7 @@ def kolmogorov_smirnov(one: Sequence[float], other: Sequence[float]) -> tuple[fl
 
 @dataclass(frozen=True)
 class Compared:
-    """Answers with deaths against undisturbed ones, in one way of sampling."""
+    """Comparison of answers whose attempts died with undisturbed answers, for one kind of sampling."""
 
     sampling: str
     answers: int
@@ -70,12 +71,13 @@ class Compared:
     p: dict[str, float]
     """p values of lengths, rewards (the mean token id) and finish reasons."""
     wrong: int
-    """Answers whose kept tokens or logprobs are not those that the journal had."""
+    """Answers whose continued tokens or logprobs differ from the journal."""
 
 
-async def answered(engine: VLLMEngine, number: int, sampling: Sampling, chance: random.Random | None) -> tuple[
-        Completion, int, int, int]:
-    """Return an answer, its deaths, its kept tokens and whether they are wrong. Without `chance` no attempt dies."""
+async def answer_with_deaths(
+    engine: VLLMEngine, number: int, sampling: Sampling, chance: random.Random | None
+) -> tuple[Completion, int, int, int]:
+    """Return an answer, its deaths, its kept tokens, and 1 if those are wrong. Without `chance` no attempt dies."""
     if sampling.seed is not None:
         sampling = replace(sampling, seed=number)
     kept, data, deaths = None, b"", 0
@@ -101,21 +103,22 @@ def prompt(engine: VLLMEngine, number: int) -> list[int]:
     return engine.tokenizer.encode(f"{number}=")
 
 
-async def many(engine: VLLMEngine, n: int, sampling: Sampling, seed: int | None) -> list[tuple[
+async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int | None) -> list[tuple[
         Completion, int, int, int]]:
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(number: int) -> tuple[Completion, int, int, int]:
         async with places:
-            return await answered(engine, number, sampling, None if seed is None else random.Random(f"{seed}/{number}"))
+            chance = None if seed is None else random.Random(f"{seed}/{number}")
+            return await answer_with_deaths(engine, number, sampling, chance)
 
     return await asyncio.gather(*(one(i) for i in range(n)))
 
 
-async def compared(engine: VLLMEngine, name: str, n: int, seed: int) -> Compared:
-    """Compare `n` answers whose attempts died with as many undisturbed ones."""
-    calm = [a for a, *_ in await many(engine, n, SAMPLING[name], None)]
-    rough = await many(engine, n, SAMPLING[name], seed)
+async def compare(engine: VLLMEngine, name: str, n: int, seed: int) -> Compared:
+    """Compare `n` answers whose attempts died with `n` undisturbed answers."""
+    calm = [a for a, *_ in await answer_all(engine, n, SAMPLING[name], None)]
+    rough = await answer_all(engine, n, SAMPLING[name], seed)
     figures = {
         "lengths": lambda a: len(a.token_ids), "rewards": lambda a: statistics.mean(a.token_ids),
         "finish reasons": lambda a: float(a.finish_reason == "stop"),
@@ -125,8 +128,8 @@ async def compared(engine: VLLMEngine, name: str, n: int, seed: int) -> Compared
                     sum(len(a.token_ids) for a, *_ in rough), p, sum(r[3] for r in rough))
 
 
-async def first_tokens(engine: VLLMEngine, kept: int = 220, repeats: int = 20) -> dict[str, float]:
-    """Return the ms to the first token of a short prompt, and of `kept` tokens that the engine has and has not."""
+async def first_token_times(engine: VLLMEngine, kept: int = 220, repeats: int = 20) -> dict[str, float]:
+    """Return the ms to the first token after 8 tokens, and after `kept` tokens, in the prefix cache and not."""
 
     async def first(ids: list[int]) -> float:
         began = time.perf_counter()
@@ -142,8 +145,8 @@ async def first_tokens(engine: VLLMEngine, kept: int = 220, repeats: int = 20) -
     return {name: statistics.median(of) for name, of in times.items()}
 
 
-def killed(length: int = 240, interval: float = 0.01) -> dict[str, Any]:
-    """Kill the runner of a real vLLM engine in the middle of a greedy answer."""
+def kill_once(length: int = 240, interval: float = 0.01) -> dict[str, Any]:
+    """Kill the runner of a vLLM engine in the middle of a greedy answer. Return how the continued answer differs."""
     with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
         settings = {"engine_type": "vllm", "model_path": str(make_tiny_model(Path(name) / "model", seed=0)),
                     "max_model_len": length + 8, "gpu_memory_utilization": 0.3}
@@ -155,15 +158,15 @@ def killed(length: int = 240, interval: float = 0.01) -> dict[str, Any]:
                 answers = [a for run in runs for of_call in run.calls.values() for a in of_call.values()]
                 return any(len(a.tokens) >= length // 8 for a in answers)
 
-            for batch in range(1, 7):  # the first is undisturbed; a busy machine may kill another too late
-                kill = on.killing("runner")
-                on.submitted(batch, [task("c=", temperature=0.0, max_tokens=length, ignore_eos=True)])
+            for batch in range(1, 7):  # the first is undisturbed; on a busy machine a kill may come too late
+                kill = on.killer("runner")
+                on.submit(batch, [task("c=", temperature=0.0, max_tokens=length, ignore_eos=True)])
                 if batch > 1:
                     until = time.monotonic() + 20.0
                     while not begun() and time.monotonic() < until:
                         time.sleep(0.001)  # the whole answer takes a second
                     kill()
-                on.finalized(batch)
+                on.finalize(batch)
                 [answer] = on.experiences(batch)
                 if batch == 1:
                     expected = answer
@@ -214,7 +217,7 @@ class OnVLLM:
         ]
 
 
-async def distributions(n: int, seed: int) -> tuple[dict[str, float], list[Compared]]:
+async def compare_distributions(n: int, seed: int) -> tuple[dict[str, float], list[Compared]]:
     with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
         path = str(make_tiny_model(Path(name) / "model", seed=0))
         engine = VLLMEngine(EngineConfig(model_path=path, max_model_len=256, gpu_memory_utilization=0.3))
@@ -222,14 +225,14 @@ async def distributions(n: int, seed: int) -> tuple[dict[str, float], list[Compa
         try:
             found = list[Compared]()
             for sampling in SAMPLING:
-                told(f"vLLM: {n} answers with deaths and {n} without, {sampling}")
-                found.append(await compared(engine, sampling, n, seed))
-            return await first_tokens(engine), found
+                show_progress(f"vLLM: {n} answers with deaths and {n} without, {sampling}")
+                found.append(await compare(engine, sampling, n, seed))
+            return await first_token_times(engine), found
         finally:
             await engine.stop()
 
 
-def on_vllm(*, quick: bool, seed: int) -> OnVLLM:
-    """Kill the runner of an engine, and then measure with another in this process."""
-    told("vLLM: the runner of a greedy answer is killed")
-    return OnVLLM(killed(), *asyncio.run(distributions(200 if quick else 2_000, seed)))
+def measure_vllm(*, quick: bool, seed: int) -> OnVLLM:
+    """Kill an engine's runner, then measure distributions with another engine in this process."""
+    show_progress("vLLM: the runner of a greedy answer is killed")
+    return OnVLLM(kill_once(), *asyncio.run(compare_distributions(200 if quick else 2_000, seed)))

@@ -1,7 +1,7 @@
-"""Common parts of benchmarks that compare two ways: alternating turns, spreads, other load, rows, new databases.
+"""Common parts of benchmarks that compare two systems: alternating turns, spreads, other load, rows, new databases.
 
-Both ways are measured in turn, alternating which goes first, so a machine that is slow for a while is slow for both.
-The processes of the other system are stopped meanwhile (`resting`), since an idle system takes time, too. A ratio is
+Both systems are measured in turn, and the first one alternates, so a machine that is slow for a while is slow for both.
+The processes of the other system are suspended meanwhile (`resting`), since an idle system takes time, too. A ratio is
 the median of the pairs' ratios; brackets hold the minimum and the maximum.
 """
 
@@ -30,7 +30,7 @@ from trinity_es.system import running_system
 BUSY = 0.05
 """Share of a core above which another process is listed."""
 SETTLE_SECONDS = 0.2
-"""Time for a continued system to catch up before it is measured."""
+"""Seconds in which a resumed system catches up before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,64 +44,64 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
-    def told(self, form: str) -> str:
+    def as_text(self, form: str) -> str:
         return f"{self.median:{form}} ({self.min:{form}} - {self.max:{form}})"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: our figure, the other way's figure, and the aim."""
+    """One line of the table: the figure of trinity_es, the other system's figure, and the aim."""
 
     what: str
     unit: str
     ours: Spread
     other: str = ""
-    """Name of the other way."""
+    """Name of the other system or method."""
     theirs: Spread | None = None
     ratio: Spread | None = None
-    """Ours / theirs."""
+    """`ours` / `theirs`."""
     aim: float | None = None
     most: bool = False
-    """True if the aim is a maximum, else it is a minimum."""
+    """True if the aim is a maximum; otherwise it is a minimum."""
     id: str = ""
-    """Aim of this row (`benchmarks.table`), if the benchmark has rows of several."""
+    """Id of this row's aim (`benchmarks.table`), if the benchmark has rows for several aims."""
 
     @property
     def met(self) -> bool | None:
-        """True if the ratio reaches the aim, or our figure in a row without another way; None if not measured."""
+        """True if the ratio reaches the aim, or `ours` in a row without `other`; None without aim or measurement."""
         judged = self.ratio if self.other else self.ours
         if self.aim is None or judged is None:
             return None
         return judged.median <= self.aim if self.most else judged.median >= self.aim
 
-    def told(self) -> str:
-        form = form_of(self.ours.median)
-        line = f"  {self.what:<44} {self.ours.told(form):>28} {self.unit}"
+    def as_text(self) -> str:
+        form = number_format(self.ours.median)
+        line = f"  {self.what:<44} {self.ours.as_text(form):>28} {self.unit}"
         if self.theirs is not None and self.ratio is not None:
             against = f"  against {self.other}"
-            ratio = self.ratio.told(form_of(self.ratio.median))
-            line += f"\n  {against:<44} {self.theirs.told(form):>28}   ratio {ratio}"
-        return line if self.met is None else f"{line}   aim {self.aim_told()}: {'met' if self.met else 'MISSED'}"
+            ratio = self.ratio.as_text(number_format(self.ratio.median))
+            line += f"\n  {against:<44} {self.theirs.as_text(form):>28}   ratio {ratio}"
+        return line if self.met is None else f"{line}   aim {self.aim_text()}: {'met' if self.met else 'MISSED'}"
 
-    def aim_told(self) -> str:
-        """Return the aim as text; a maximum below 0.5 of another way is a fraction such as 1/12."""
+    def aim_text(self) -> str:
+        """Return the aim as text. A maximum ratio below 0.5 is a fraction such as 1/12."""
         if self.aim is None:
             return ""
         as_fraction = self.most and self.other and 0 < self.aim < 0.5
         return f"{'<=' if self.most else '>='} " + (f"1/{1 / self.aim:g}" if as_fraction else f"{self.aim:,g}")
 
 
-def form_of(value: float) -> str:
-    """Return the format for a figure of this size."""
+def number_format(value: float) -> str:
+    """Return the format specification for a figure of this size."""
     return ",.0f" if abs(value) >= 100 else ".2f" if abs(value) >= 0.5 else ".3f"
 
 
 def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Return the figures of each way, called `repeats` times in turn, in reverse order every second time."""
+    """Call each function `repeats` times, in turn and in alternating order, and return {name: figures}."""
     figures: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats):
         for name in list(ways) if number % 2 else reversed(list(ways)):
-            gc.collect()  # so no way pays for another one's garbage
+            gc.collect()  # so that no function pays for another one's garbage
             figures[name].append(ways[name]())
     return figures
 
@@ -113,18 +113,18 @@ def coordinator_of(client: Any) -> int:
 
 
 def pids_of(client: Any) -> list[int]:
-    """Return a process of each process family of a client's system: the coordinator, and the keeper if there is one.
+    """Return the pids of the coordinator and, if there is one, of the keeper of a client's system, for `resting`.
 
-    The keeper must be stopped with the actors: it ends a system that rests longer than `system.heartbeat_timeout`.
+    The keeper must be suspended with the actors, since it ends a system that is silent for `system.heartbeat_timeout`.
     """
     keeper = running_system.keeper(client.config)
     return [coordinator_of(client)] + ([] if keeper is None else [keeper])
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Return every process of this one's system: the first of its session, and all below that.
+    """Return all processes of the system to which this pid belongs: the first of its session and its descendants.
 
-    A system is its own session. Its parent lies outside, and may be any process that adopts orphans.
+    A system is its own session. The parent of its first process may be any process that adopts orphans.
     """
     first, session = psutil.Process(pid), os.getsid(pid)
     while (parent := first.parent()) is not None and os.getsid(parent.pid) == session:
@@ -134,9 +134,9 @@ def family_of(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def resting(*pids: int) -> Iterator[None]:
-    """Stop these systems, each named by one of its processes, while the block runs.
+    """Suspend these systems, each named by the pid of one of its processes, during this block.
 
-    The block begins after `SETTLE_SECONDS`, in which systems that were stopped before catch up.
+    The block begins after `SETTLE_SECONDS`, in which systems that were suspended before catch up.
     """
     stopped: list[psutil.Process] = []
     try:
@@ -157,7 +157,7 @@ def pairs(
     what: str, unit: str, ours: Sequence[float], other: str, theirs: Sequence[float] | None, *,
     aim: float | None = None, most: bool = False, id: str = "",
 ) -> Row:
-    """Return the row of two ways that were measured in turn, or of ours alone if `theirs` is None."""
+    """Return the row for two series that were measured in turn; `theirs` None: for `ours` alone."""
     if theirs is None:
         return Row(what, unit, Spread.of(ours), other, aim=aim, most=most, id=id)
     ratio = Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
@@ -165,7 +165,7 @@ def pairs(
 
 
 class Watch:
-    """Load of other processes on the machine, from now to `told`."""
+    """Load of other processes on the machine, from its construction to `other_load`."""
 
     def __init__(self) -> None:
         self._begun, self._before, self._load = time.monotonic(), self._times(), os.getloadavg()[0]
@@ -181,9 +181,8 @@ class Watch:
                 continue
         return found
 
-    def told(self, own: Sequence[str] = ("postgres",)) -> dict[str, Any]:
-        """Return load averages and every other process over `BUSY`, except those whose name begins with one of `own`,
-        such as a server that this benchmark started and detached."""
+    def other_load(self, own: Sequence[str] = ("postgres",)) -> dict[str, Any]:
+        """Return load averages and other processes above `BUSY`, except this benchmark's `own` servers (by name)."""
         seconds = time.monotonic() - self._begun
         me = psutil.Process()
         family = {me.pid, *(p.pid for p in me.children(recursive=True))}
@@ -200,7 +199,7 @@ class Watch:
 def options_of(
     doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True
 ) -> argparse.Namespace:
-    """Parse the command line: `--json`, `--quick` unless left out, and a benchmark's own arguments."""
+    """Parse the command line: `--json`, `--quick` unless `quick` is false, and a benchmark's own arguments."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
     if quick:
@@ -211,7 +210,7 @@ def options_of(
 
 
 def write_json(file: str | None, figures: Any) -> None:
-    """Write the figures, if a file was given."""
+    """Write the figures as JSON into `file`, if it is set."""
     if file:
         Path(file).write_text(json.dumps(figures, indent=2, default=_plain))
 
@@ -224,17 +223,17 @@ def report(
     title: str, rows: Sequence[Row], watch: Watch, left_out: Sequence[str], file: str | None,
     details: Mapping[str, Any] | None = None,
 ) -> int:
-    """Print the rows and the load of other processes, and write both as JSON with a benchmark's own `details`.
+    """Print the rows and the load of other processes, and write both as JSON together with `details`.
 
-    Returns exit code 0 even if an aim is missed.
+    Returns exit code 0, even if an aim is missed.
     """
     context = about(watch)
     print(f"{title}: median (least - greatest)")
     for row in rows:
-        print(row.told())
+        print(row.as_text())
     for reason in left_out:
         print(f"  left out: {reason}")
-    print(f"  checked: all that was written is there and sound. {beside_told(context['beside'])}")
+    print(f"  checked: all that was written is there and sound. {load_text(context['beside'])}")
     write_json(file, {"title": title, **context, "left_out": list(left_out),
                       "rows": [{**asdict(row), "met": row.met} for row in rows], **(details or {})})
     return 0
@@ -242,24 +241,24 @@ def report(
 
 def about(watch: Watch) -> dict[str, Any]:
     """Return the context of all figures: machine, date, commit, and the load of other processes."""
-    return {"machine": machine(), "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.told()}
+    return {"machine": machine(), "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.other_load()}
 
 
-def beside_told(beside: Mapping[str, Any]) -> str:
-    """Return the result of `Watch.told` as text."""
+def load_text(beside: Mapping[str, Any]) -> str:
+    """Return the result of `Watch.other_load` as text."""
     others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
     return (f"Load average {beside['load_before']:.1f} before, {beside['load_after']:.1f} after; other processes over "
             f"{BUSY:.0%} of a core: {others}")
 
 
 def machine() -> dict[str, Any]:
-    """Return the Python, system, cores and memory that figures belong to."""
+    """Return Python's version, operating system, cores and memory of this machine."""
     return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
 
 
 def commit() -> str:
-    """Return the measured commit, with a + if files differ from it; empty outside a repository."""
+    """Return the measured commit, with a + if files differ from it; "" outside a repository."""
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -268,7 +267,7 @@ def commit() -> str:
 
 
 def sound(url: str) -> int:
-    """Verify a log with its payloads, and return the number of events. Ends the benchmark if there is a problem."""
+    """Verify a log with its payloads, and return the number of events. A problem ends the benchmark."""
     from trinity_es.projections.verify.log import verify_log
 
     result = verify_log(url)
@@ -278,7 +277,7 @@ def sound(url: str) -> int:
 
 
 class Databases:
-    """Databases for new logs, on SQLite, and on this benchmark's own PostgreSQL server if it can be installed."""
+    """Databases for new logs, on SQLite and, if it is installed, on this benchmark's own PostgreSQL server."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.missing = folder, list[str]()
@@ -304,10 +303,10 @@ class Databases:
 
 @contextmanager
 def databases() -> Iterator[Databases]:
-    """Give databases for new logs while the block runs; then delete them."""
+    """Yield databases for new logs, and delete them after the block."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        folder.chmod(0o755)  # the server has a user of its own
+        folder.chmod(0o755)  # PostgreSQL's server runs as another user
         pool = Databases(folder)
         try:
             yield pool

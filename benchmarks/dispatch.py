@@ -1,17 +1,17 @@
-"""How long does it take from submit to finalize? No-op tasks, whose experiences are stored durably.
+"""How long does a batch of no-op tasks take from submit to finalize, with experiences stored durably?
 
-There is one runner on the ScriptedEngine; each run returns one experience of 512 tokens and 256 logprobs. Times are a
-trainer's, through `connect`, in turn with the known system if it is installed (`benchmarks.known_system`, which stores
-nothing durably):
+There is one runner on the ScriptedEngine; each run returns one experience of 512 tokens and 256 logprobs. Times are
+measured in a trainer that uses `connect`, in turn with the known system if it is installed (`benchmarks.known_system`,
+which stores nothing durably):
 
 - latency: submit_batch -> finalize_train_batch of 1, 8 and 64 tasks, one batch at a time: p50 and p95 of each turn;
 - rate: tasks/s for batches of 256 and 1,024 no-op tasks, runs/s for 128 tasks of 16 runs, of 512 and 8,192 tokens;
 - efficiency: 256 tasks of 0.1 s on 16 places against the ideal, ceil(256 / 16) * 0.1 s.
 
 It checks that all tasks of every batch finished with all experiences, compares the experiences of the last batch of
-each kind with what their workflow made, and requires that `verify` finds nothing in the logs.
+each kind with those that the workflow made, and requires that `verify` finds no problem in the logs.
 
-`python -m benchmarks.dispatch [--json FILE] [--quick] [--durability power|process]`. Absolute times are of this
+`python -m benchmarks.dispatch [--json FILE] [--quick] [--durability power|process]`. Absolute times depend on the
 machine: compare them with another system's only if both ran side by side.
 """
 
@@ -47,18 +47,17 @@ from trinity_es.testing import SleepWorkflow, sampled
 
 TOKENS, PLACES = 512, 8
 LATENCY = {1: (24, 8, 1 / 12), 8: (24, 8, 1 / 8), 64: (16, 4, 1 / 12)}
-"""Batches of a turn, ours and the known system's, and the aim of p50, by the number of tasks."""
+"""{number of tasks: (batches per turn, batches per turn of the known system, aim of p50)}."""
 RATES = {(256, 1, 512): ("256 tasks", 14, 20), (1024, 1, 512): ("1,024 tasks", 14, 20),
          (128, 16, 512): ("128 tasks of 16 runs", 3, 8),
          (128, 16, 8192): ("128 tasks of 16 runs of 8,192 tokens", 2.5, 8)}
-"""Batches whose rate is measured, by tasks, runs and tokens: the name, and how many times as fast as the known system's
-lean and default pipeline they are to be."""
+"""{(tasks, runs, tokens): (name of the batch, its aims against the known system's lean and default pipeline)}."""
 P95_AIM, IDEAL_AIM = 2.0, 0.95
 REPEATS = 5
 FIRST = 10**9
-"""Number before that of the first batch."""
+"""Number before the first batch's number."""
 READY_SECONDS = 300.0
-"""Time limit for runners to be ready; a hundred of them took more than a minute on two slow cores."""
+"""Time limit for runners to be ready; a hundred runners took more than a minute on two slow cores."""
 KNOWN = "the known system"
 DEFAULT = f"{KNOWN}, which keeps a copy"
 
@@ -71,7 +70,7 @@ def full_reward(_: int) -> float:
 def tasks(
     n: int, seconds: float, tokens: int = TOKENS, runs: int = 1, reward: Callable[[int], float] = full_reward
 ) -> list[trinity_es.Task]:
-    """Return tasks whose experiences have different tokens and logprobs, as if sampled by a model."""
+    """Return `n` tasks whose experiences have different tokens and logprobs, as if sampled by a model."""
     args = {"seconds": seconds, "tokens": tokens, "sampled": True}
     return [
         trinity_es.Task(
@@ -89,7 +88,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 def check_experiences(
     experiences: Sequence[Experience], count: int, tokens: int, reward: Callable[[int], float] = full_reward
 ) -> None:
-    """Check that all experiences are there, with their workflow's values and the pipeline's advantages."""
+    """Check that `count` experiences were delivered, with their workflow's values and the pipeline's advantages."""
     if len(experiences) != count or len({(e.eid.task, e.eid.run, e.eid.step) for e in experiences}) != count:
         raise SystemExit(f"{len(experiences)} experiences were delivered where {count} were made")
     for e in experiences:
@@ -105,14 +104,15 @@ def check_experiences(
 
 
 class Bench:
-    """A system with one runner, and batches of tasks for it."""
+    """A system with one runner that plays batches of tasks on request."""
 
     def __init__(
         self, places: int, durability: str, operators: list[dict[str, Any]], *, url: str | None = None,
         rollout: dict[str, Any] | None = None, journal: float = 1.0, payloads: str = "",
     ) -> None:
-        """`url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: its engines; `journal`:
-        seconds between its records; `payloads`: their place."""
+        """Prepare a system. `url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: section
+        `explorer.rollout_model`; `journal`: seconds between two records of the journal, 0: none; `payloads`: key
+        `store.payloads`."""
         self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
         self.config = trinity_es.Config.from_dict(
             {
@@ -127,7 +127,7 @@ class Bench:
         self.places = places
         self.next_id = FIRST
         self.made: dict[int, int] = {}
-        """Experiences of each batch."""
+        """{batch: number of its experiences}."""
 
     def __enter__(self) -> Bench:
         lifecycle.start(self.config)
@@ -141,14 +141,14 @@ class Bench:
 
     @property
     def pids(self) -> list[int]:
-        """Current pids, since processes may be replaced."""
+        """Current pids for `resting`; processes may have been replaced."""
         return pids_of(self.client)
 
     def one(
         self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1,
         reward: Callable[[int], float] = full_reward,
     ) -> float:
-        """Return the seconds from submit to the return of finalize; check that every task is finished."""
+        """Play a batch of `n` tasks, check that all finished, and return the seconds from submit to finalize."""
         self.next_id += 1
         batch = tasks(n, seconds, tokens, runs, reward)
         started = perf_counter()
@@ -179,7 +179,7 @@ class Bench:
 
 @contextmanager
 def both(places: int, durability: str, pipeline: str = "lean") -> Iterator[tuple[Bench, KnownSystem | None]]:
-    """Give our system and the known one, warmed up; check all that ours wrote at the end."""
+    """Yield trinity_es and the known system (None if it is not installed), warmed up. Check our log at the end."""
     with known_system(places, pipeline) as known, Bench(places, durability, [{"name": "grpo"}]) as bench:
         for _ in range(5):
             bench.one(8)
@@ -193,7 +193,7 @@ def in_turn(
     bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None,
     repeats: int,
 ) -> tuple[list[float], list[float] | None]:
-    """Measure our system, and the known one if it is installed, each while the other is stopped."""
+    """Return the figures of trinity_es and of the known system, if installed, each while the other is suspended."""
     if known is None:
         return alternate({"ours": ours}, repeats)["ours"], None
 
@@ -212,7 +212,7 @@ def in_turn(
 
 
 def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[Row]:
-    """Measure p50 and p95 of batches of `n` tasks."""
+    """Return the rows with p50 and p95 of batches of `n` tasks."""
     batches, few, aim = LATENCY[n]
     turns: list[list[float]] = []
 
@@ -236,7 +236,7 @@ def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[
 def rate(
     bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int, other: str, aim: float
 ) -> Row:
-    """Measure tasks a second, or runs a second if a task has several."""
+    """Return the row with tasks per second, or runs per second if a task has several runs."""
     def ours() -> float:
         return n * runs / bench.one(n, tokens=tokens, runs=runs)
 
@@ -249,7 +249,7 @@ def rate(
 
 
 def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
-    """Measure the share of the ideal on 16 places."""
+    """Return the rows with the share of the ideal speed on 16 places."""
     ideal = 256 / 16 * 0.1
     ours_shares, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
                            lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known, REPEATS)

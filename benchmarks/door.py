@@ -1,13 +1,13 @@
-"""What do our HTTP servers cost? Completions of token ids through vLLM's own server, and through ours.
+"""What do the HTTP servers of trinity_es cost? The same completions through vLLM's own server and through ours.
 
-One process has an engine, and on its event loop vLLM's application as `vllm serve` mounts it ("vllm"; "logprobs": with
-token ids and logprobs, which are not kept) and a runner's server over the same engine ("door"; "session": within a run,
+One process has an engine. Its event loop runs vLLM's application as `vllm serve` mounts it ("vllm"; "logprobs": with
+token ids and logprobs in the answers) and a runner's server over the same engine ("door"; "session": within a run,
 which keeps each answer as an experience, with ids and logprobs). With `--system` there is a second engine, in a runner
 of mode `serve`: its server ("runner"), and the proxy before it ("proxy"), which records each answer in the log before
-it returns it. Each round measures all of them, in another order, so a drift of the machine's speed affects all; the
-others are idle. A client in its own process holds many connections open and sends the next request on each after an
+it returns it. Each round measures all servers, in another order, so a drift of the machine's speed affects all; the
+others are idle. A client in its own process holds many connections open, and sends the next request on each after an
 answer; its share of a core is printed. The figure is the median over the rounds of the ratio of tokens per second to
-"vllm", or to "logprobs" if answers are recorded.
+"vllm", or to "logprobs" for servers that record answers.
 
 `python -m benchmarks.door [--json FILE] [--quick] [--system] [--model DIR]`. Without `--model` a tiny model is made.
 """
@@ -35,7 +35,7 @@ import psutil
 import yaml
 
 import trinity_es
-from benchmarks.compared import Watch, about, beside_told, options_of, write_json
+from benchmarks.compared import Watch, about, load_text, options_of, write_json
 from benchmarks.overhead import spread
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.commands import GetRoutes
@@ -56,8 +56,8 @@ EXTRA_FIELDS: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_t
 
 
 # --- the servers of one engine ----------------------------------------------------------------------------------------
-def servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
-    """Run an engine and its servers in a process: send their addresses, and end at the first message."""
+def run_servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
+    """Run an engine and its servers in this process. Send {name: URL} over the pipe, and end at the first message."""
     if uvloop:
         import uvloop as fast
 
@@ -96,7 +96,7 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
-    """Return (url, key) of the runner's server and of the proxy of a system in mode `serve`."""
+    """Run a system in mode `serve`. Yields {"runner": (url, key), "proxy": (url, key)}."""
     file = folder / "config.yaml"
     rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
     file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": rollout}}))
@@ -122,20 +122,21 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
-def client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
-    """Run a client in a process: it gets (url, key, model, number, more fields), and sends (seconds, CPU seconds)."""
+def run_client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
+    """Run a client in this process. For each (url, key, model, seed, more fields) it sends (seconds, CPU seconds)."""
     import uvloop
 
     while (request := pipe.recv()) is not None:
         url, key, model, number, fields = request
         try:
-            pipe.send(uvloop.run(load(url, key, {"model": model, **fields}, number, connections, each, tokens)))
+            work = send_requests(url, key, {"model": model, **fields}, number, connections, each, tokens)
+            pipe.send(uvloop.run(work))
         except Exception as e:
             pipe.send(e)
             raise
 
 
-async def load(
+async def send_requests(
     url: str, key: str, more: dict[str, Any], number: int, connections: int, each: int, tokens: int
 ) -> tuple[float, float]:
     parts, chance = urlsplit(url), random.Random(number)
@@ -181,12 +182,12 @@ def main() -> int:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
         config = EngineConfig(model_path=model, max_model_len=256, gpu_memory_utilization=0.3)
         pipe, theirs = context.Pipe()
-        process = context.Process(target=servers, args=(config, theirs, options.uvloop))
+        process = context.Process(target=run_servers, args=(config, theirs, options.uvloop))
         process.start()
         stack.callback(process.kill)
         theirs.close()
         clients, its = context.Pipe()
-        asking = context.Process(target=client, args=(its, options.connections, each, options.tokens))
+        asking = context.Process(target=run_client, args=(its, options.connections, each, options.tokens))
         asking.start()
         stack.callback(asking.kill)
         its.close()
@@ -213,11 +214,11 @@ def main() -> int:
         clients.send(None)
         pipe.send("end")
         process.join(30)
-    return told(options, rounds, speeds, shares, cores, watch)
+    return print_figures(options, rounds, speeds, shares, cores, watch)
 
 
 def wait_until_idle() -> None:
-    """Wait until the work of the previous case is done: the system's log is written, its runs are finalized."""
+    """Wait until the machine is idle, so the previous case's work, such as writes to the log, is done."""
     deadline = time.monotonic() + 30
     time.sleep(0.3)
     while psutil.cpu_percent(0.5) > 5:
@@ -226,12 +227,12 @@ def wait_until_idle() -> None:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Return the CPU seconds of a process without its children, which include vLLM's engine."""
+    """Return the CPU seconds of a process without its children (vLLM's engine is one)."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
-def told(
+def print_figures(
     options: argparse.Namespace, rounds: int, speeds: dict[str, list[float]], shares: dict[str, list[float]],
     cores: dict[str, list[float]], watch: Watch,
 ) -> int:
@@ -249,7 +250,7 @@ def told(
             ratio = figures[name] = spread([b / a for a, b in zip(speeds[AGAINST[name]], rates, strict=True)])
             print(f"           to {AGAINST[name]} {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), "
                   f"the median within {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
-    print(f"  checked: every answer was whole. {beside_told(figures['beside'])}")
+    print(f"  checked: every answer was whole. {load_text(figures['beside'])}")
     write_json(options.json, figures)
     return 0
 

@@ -1,10 +1,10 @@
-"""The side of `eventsourcing_library` that runs in that library's environment, and knows nothing of ours.
+"""The part of `eventsourcing_library` that runs in that library's environment, without trinity_es.
 
-It does what each line of its input says, a JSON object, and answers with a line. The first line names the file of the
-run: on each line of it the stream, the type and the data of an event. As the library is meant to be used: an aggregate
-a stream, an event class with the type and the data, `Application.save` of all aggregates of a group (one transaction),
-`repository.get` to replay. Its own defaults are left: JSON, no snapshots, no cache, on SQLite WAL with
-`synchronous=FULL`, on PostgreSQL `synchronous_commit=on`.
+Each line of its input is a command, a JSON object, and gets a line as its answer. The first line names a file with the
+events of a run; each line there has the stream, the type and the data of an event. The library is used as its
+documentation shows: an aggregate for each stream, an event class with the type and the data, `Application.save` of all
+aggregates of a group (one transaction), `repository.get` to replay. Its defaults are unchanged: JSON, no snapshots, no
+cache, on SQLite WAL with `synchronous=FULL`, on PostgreSQL `synchronous_commit=on`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Child:
         self.environment: dict[str, str] = {}
 
     def append(self, environment: dict[str, str], size: int, events: int) -> dict[str, float]:
-        """Write a new store, so many events a transaction; return the seconds."""
+        """Write the first `events` events into a new store, `size` per transaction, and return the seconds."""
         self.environment = environment
         application, streams = Application(env=environment), dict[str, Stream]()
         started = time.perf_counter()
@@ -64,7 +64,7 @@ class Child:
         return {"seconds": seconds}
 
     def replay(self, events: int) -> dict[str, float]:
-        """Rebuild every batch's aggregate from its events."""
+        """Rebuild every batch's aggregate from its events, and return the seconds and the number of events."""
         names = list(dict.fromkeys(name for name, _, _ in self.run[:events] if name.startswith("batch/")))
         application = Application(env=self.environment)
         started = time.perf_counter()
@@ -74,7 +74,7 @@ class Child:
         return {"seconds": seconds, "events": folded}
 
     def check(self, events: int) -> dict[str, int]:
-        """Count the events that have the right type and data, stream by stream."""
+        """Return the number of events in streams whose stored types and data are all right."""
         streams: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for name, kind, data in self.run[:events]:
             streams.setdefault(name, []).append((kind, data))

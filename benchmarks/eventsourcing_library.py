@@ -1,12 +1,12 @@
-"""The same events appended and replayed by the `eventsourcing` library, and by us, in turn.
+"""The same events appended and replayed by the `eventsourcing` library, and by trinity_es, in turn.
 
 The library (from PyPI, pinned, with psycopg) is installed once, in its own environment in the user's cache folder. If
-that fails, the rows are left out, with the reason. It is used as intended: an aggregate for each stream,
+that fails, the rows are left out, with the reason. It is used as its documentation shows: an aggregate for each stream,
 `Application.save` of a group in one transaction, `repository.get`. It has no lease, hash chain or read models, and its
-aggregates keep a count and the last event; ours have every guarantee on, and batches are folded whole. Both are durable
-against the loss of power.
+aggregates keep only a count and the last event. The log of trinity_es has every guarantee on, and folds batches
+completely. Both are durable against the loss of power.
 
-After each repeat our log is verified, and each stream's events in the library are compared.
+After each repeat the log of trinity_es is verified, and each stream's events in the library are compared.
 
 `python -m benchmarks.eventsourcing_library [--json FILE] [--quick]`
 """
@@ -28,7 +28,7 @@ import orjson
 from sqlalchemy.engine import make_url
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
-from benchmarks.log_append import GROUPS, Appended, a_run, append_all, check_log, groups_of
+from benchmarks.log_append import GROUPS, Appended, append_all, check_log, groups_of, make_run
 from benchmarks.replay import replay_all
 from trinity_es.events.codec import check
 
@@ -38,8 +38,8 @@ PATIENCE = 120
 """Time limit in seconds for one answer of the library's process."""
 
 
-def environment() -> Path:
-    """Return the Python with the library; make it first if it does not exist. Raises CalledProcessError."""
+def library_python() -> Path:
+    """Install the library in its own environment unless it is there. Return its Python. Raises CalledProcessError."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "trinity_es" / f"{PINS[0].replace('==', '-')}-python{sys.version_info[0]}.{sys.version_info[1]}"
     python, ready = folder / "bin" / "python", folder / "ready"
@@ -52,7 +52,7 @@ def environment() -> Path:
 
 
 class Library:
-    """Process with the library."""
+    """Process that runs `eventsourcing_child.py` with the library."""
 
     def __init__(self, python: Path, run: Sequence[Appended], file: Path) -> None:
         lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(check(e)[0])]) for stream, e in run]
@@ -83,7 +83,7 @@ class Library:
         self.process.wait()
 
 
-def variables(url: str) -> dict[str, str]:
+def library_settings(url: str) -> dict[str, str]:
     """Return the library's settings for a database."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
@@ -100,7 +100,7 @@ def variables(url: str) -> dict[str, str]:
 def measure(
     places: Databases, kind: str, library: Library, run: list[Appended], size: int, repeats: int
 ) -> tuple[Row, Row]:
-    """Measure appends in groups of this size on one database, and the replay of these events."""
+    """Return the rows of appends in groups of this size on one kind of database, and of the replay of these events."""
     groups, events = groups_of(run, size), len(run)
     replayed: dict[str, list[float]] = {"ours": [], "theirs": []}
 
@@ -113,7 +113,8 @@ def measure(
         return events / seconds
 
     def theirs() -> float:
-        seconds = library.ask(do="append", environment=variables(places.new(kind)), size=size, events=events)["seconds"]
+        settings = library_settings(places.new(kind))
+        seconds = library.ask(do="append", environment=settings, size=size, events=events)["seconds"]
         folded = library.ask(do="replay", events=events)
         replayed["theirs"].append(folded["events"] / folded["seconds"])
         if (right := library.ask(do="check", events=events)["right"]) != events:
@@ -134,18 +135,18 @@ def main() -> int:
     part, repeats = (8, 5) if options.quick else (1, REPEATS)
     with databases() as places:
         try:
-            python = environment()
+            python = library_python()
         except subprocess.CalledProcessError as e:
             left_out.append(f"all of it: {PINS[0]} can't be had: {str(e.stderr or e).strip()[-300:]}")
             return report("The eventsourcing library", rows, watch, left_out, options.json)
-        run = a_run(places.folder, max(GROUPS.values()) // part)
+        run = make_run(places.folder, max(GROUPS.values()) // part)
         library = Library(python, run, places.folder / "run.jsonl")
         try:
             for kind in places.kinds:
                 for size, events in GROUPS.items():
                     appended, replayed = measure(places, kind, library, run[: events // part], size, repeats)
                     rows.append(appended)
-                rows.append(replayed)  # of the longest
+                rows.append(replayed)  # of the last size, which has the most events
         finally:
             library.close()
         left_out += places.missing

@@ -1,16 +1,16 @@
 """Does speed stay the same with a long log, open batches, and many places, engines and hosts? Runs no-op tasks.
 
-Two systems that differ in one respect get batches in turn, while the other one is stopped:
+Two systems that differ in one respect get batches in turn, while the other one is suspended:
 
-- log: one of 1 thousand events and one of 10 million (`benchmarks.long_log`; SQLite);
-- open batches: 10 and 100 with finished tasks that are not finalized, against 1;
-- places: tasks of 50 ms, 16 for each place, on 4, 16 and 64 places against 1: tasks/s a place;
+- log: a log of 10 million events (`benchmarks.long_log`; SQLite), against one of a thousand;
+- open batches: 10 and 100 batches whose tasks have finished but that are not finalized, against 1;
+- places: tasks of 50 ms, 16 for each place, on 4, 16 and 64 places, against 1, in tasks/s per place;
 - engines: 10 and 100 servers that speak vLLM's API (stand-ins in one process) behind as many runners, against 1;
-- hosts: CPU time of the coordinator's process for a task with 3 hosts that joined, against 1 (`benchmarks.scale_real`;
-  it needs the PostgreSQL of the tests).
+- hosts: CPU time of the coordinator's process per task with 3 joined hosts, against 1 (`benchmarks.scale_real`; it
+  needs the PostgreSQL of the tests).
 
 It measures p50 of batches of one task, and tasks/s of batches of 256. Every batch is checked as in
-`benchmarks.dispatch`, and all logs are verified; the long one only with `--verify`, which takes ten minutes.
+`benchmarks.dispatch`, and all logs are verified, but the long log only with `--verify`, which takes ten minutes.
 
 `python -m benchmarks.growth [log] [open] [places] [engines] [hosts] [--events N] [--verify] [--json FILE] [--quick]`
 """
@@ -35,10 +35,10 @@ from benchmarks.recovery import config_in, make_history
 EVENTS, QUICK_EVENTS, SHORT = 10_000_000, 100_000, 1_000
 OPEN, PLACES, ENGINES, HOSTS = (1, 10, 100), (1, 4, 16, 64), (1, 10, 100), (1, 3)
 REPEATS, BATCHES = 5, 24
-"""Number of turns, and of one-task batches in each."""
+"""Number of turns, and of one-task batches in each turn."""
 RATE_TASKS = 256
 FLAT, SLOWER, A_PLACE, ENGINES_SLOWER = 1.15, 0.87, 0.85, 0.7
-"""Maximum ratio of times; minimum ratios of rates, of tasks a second of a place, of the rate with many engines."""
+"""Maximum ratio of times; minimum ratios of rates, of tasks per second and place, of rates with many engines."""
 SECONDS = 0.05
 OPERATORS = [{"name": "grpo"}]
 
@@ -51,23 +51,23 @@ def system(stack: ExitStack, places: int = 8, **more: Any) -> Bench:
     return bench
 
 
-def compared(what: str, more: Bench, other: str, less: Bench, part: int, slower: float = SLOWER) -> list[Row]:
-    """Measure both in turn."""
+def compare(what: str, more: Bench, other: str, less: Bench, part: int, slower: float = SLOWER) -> list[Row]:
+    """Return the rows that compare the system `more`, which has more of something, with `less`, measured in turn."""
     def p50(bench: Bench) -> float:
         return statistics.median(1e3 * bench.one(1) for _ in range(max(4, BATCHES // part)))
 
     def rate(bench: Bench) -> float:
         return RATE_TASKS / bench.one(RATE_TASKS)
 
-    short, many = (in_turn({"ours": more, "less": less}, way) for way in (p50, rate))
+    short, many = (measure_in_turn({"ours": more, "less": less}, way) for way in (p50, rate))
     return [
         pairs(f"1 no-op task, p50, {what}", "ms", short["ours"], other, short["less"], aim=FLAT, most=True),
         pairs(f"batches of {RATE_TASKS}, {what}", "tasks/s", many["ours"], other, many["less"], aim=slower),
     ]
 
 
-def in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict[str, list[float]]:
-    """Measure each system while the others are stopped."""
+def measure_in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict[str, list[float]]:
+    """Return {system: figures of `way`}, each measured while the other systems are suspended."""
     def alone(bench: Bench) -> float:
         with resting(*(pid for other in systems.values() if other is not bench for pid in other.pids)):
             bench.one(8)
@@ -78,7 +78,7 @@ def in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict
 
 @contextmanager
 def log_of(events: int) -> Iterator[str]:
-    """Give the URL of a log with this many old events."""
+    """Make a log with this many old events for this block. Yields its URL."""
     with tempfile.TemporaryDirectory(prefix="growth-") as folder:
         config = config_in(Path(folder), runners=1, places=8)
         Path(config.store.url.removeprefix("sqlite:///")).parent.mkdir(parents=True)
@@ -87,13 +87,13 @@ def log_of(events: int) -> Iterator[str]:
         yield config.store.url
 
 
-def long_log(part: int, events: int, verify: bool) -> list[Row]:
-    """Measure with a long log."""
+def measure_long_log(part: int, events: int, verify: bool) -> list[Row]:
+    """Return the rows for a long log."""
     with ExitStack() as stack:
         urls = [stack.enter_context(log_of(n)) for n in (events, SHORT)]
         with ExitStack() as systems:
             more, less = (system(systems, url=url) for url in urls)
-            rows = compared(f"a log of {events:,} events", more, f"a log of {SHORT:,}", less, part)
+            rows = compare(f"a log of {events:,} events", more, f"a log of {SHORT:,}", less, part)
             for bench in (more, less):
                 bench.check()
                 bench.check_named()
@@ -102,8 +102,8 @@ def long_log(part: int, events: int, verify: bool) -> list[Row]:
     return rows
 
 
-def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
-    """Measure with other batches open."""
+def measure_open_batches(part: int, counts: Sequence[int]) -> list[Row]:
+    """Return the rows for many open batches."""
     rows = []
     for count in counts[1:]:
         with ExitStack() as stack:
@@ -111,7 +111,7 @@ def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
             for bench, n in ((more, count), (less, counts[0])):
                 for number in range(1, n + 1):
                     bench.client.submit_batch(batch_id=number, tasks=tasks(8, 0.0), batch_type="train")
-            rows += compared(f"{count} open batches", more, f"{counts[0]} open", less, part)
+            rows += compare(f"{count} open batches", more, f"{counts[0]} open", less, part)
             for bench, n in ((more, count), (less, counts[0])):
                 for number in range(1, n + 1):
                     if (done := bench.client.finalize_train_batch(number, timeout=60))["finished_task_count"] != 8:
@@ -120,11 +120,11 @@ def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
     return rows
 
 
-def places(counts: Sequence[int]) -> list[Row]:
-    """Measure tasks per second and place."""
+def measure_places(counts: Sequence[int]) -> list[Row]:
+    """Return the rows with tasks per second and place, for many places."""
     with ExitStack() as stack:
         systems = {str(n): system(stack, n) for n in counts}
-        rates = in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
+        rates = measure_in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
         for bench in systems.values():
             bench.check_all()
     return [
@@ -134,8 +134,8 @@ def places(counts: Sequence[int]) -> list[Row]:
     ]
 
 
-def engines(part: int, counts: Sequence[int]) -> list[Row]:
-    """Measure with many third-party engines."""
+def measure_engines(part: int, counts: Sequence[int]) -> list[Row]:
+    """Return the rows for many third-party engines."""
     from benchmarks.stand_ins import model_folder, stand_ins
 
     rows = []
@@ -147,22 +147,22 @@ def engines(part: int, counts: Sequence[int]) -> list[Row]:
                 kinds = [{"engine_type": "http", "model_path": model, "servers": {"urls": some}}
                          for some in (urls[:count], urls[-1:])]
                 more, less = (system(stack, rollout=kind) for kind in kinds)
-                rows += compared(f"{count} engines", more, "1 engine", less, part, ENGINES_SLOWER)
+                rows += compare(f"{count} engines", more, "1 engine", less, part, ENGINES_SLOWER)
                 for bench in (more, less):
                     bench.check_all()
     return rows
 
 
-def hosts(quick: bool) -> list[Row]:
-    """Measure the coordinator's cost of a task with joined hosts."""
-    from benchmarks.scale_real import measured
+def measure_hosts(quick: bool) -> list[Row]:
+    """Return the rows with the coordinator's CPU time per task, for joined hosts."""
+    from benchmarks.scale_real import measure_real
     from tests.helpers.hosts import KEY
 
     os.environ["TRINITY_ES_KEY"] = KEY
     costs: dict[int, list[float]] = {n: [] for n in HOSTS}
     for _ in range(2 if quick else REPEATS):
         for n in HOSTS:
-            row = measured(n, 100 if quick else 600, 32, 1.0, 1)
+            row = measure_real(n, 100 if quick else 600, 32, 1.0, 1)
             costs[n].append(row["us_per_task"])
     return [pairs(f"CPU of the coordinator for a task, {n} hosts", "us", costs[n], "1 host", costs[HOSTS[0]],
                   aim=FLAT, most=True) for n in HOSTS[1:]]
@@ -180,10 +180,11 @@ def main() -> int:
     some = 2 if options.quick else None
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     ways: dict[str, Callable[[], list[Row]]] = {
-        "log": lambda: long_log(part, events, options.verify or options.quick),
-        "open": lambda: open_batches(part, OPEN[:some]),
-        "places": lambda: places(PLACES[:some]), "engines": lambda: engines(part, options.engines[:some]),
-        "hosts": lambda: hosts(options.quick),
+        "log": lambda: measure_long_log(part, events, options.verify or options.quick),
+        "open": lambda: measure_open_batches(part, OPEN[:some]),
+        "places": lambda: measure_places(PLACES[:some]),
+        "engines": lambda: measure_engines(part, options.engines[:some]),
+        "hosts": lambda: measure_hosts(options.quick),
     }
     for name in options.what or parts:
         try:

@@ -1,15 +1,14 @@
-"""A whole training run that is killed, beside one that is not: does anything of it show?
+"""Does a training run that is killed and resumed differ from an undisturbed run?
 
 Runs `trinity-es demo` (a real vLLM engine, a real trainer) to its end; then again in another folder, where at `kills`
-random moments every process of it is killed with SIGKILL at once (the command with its trainer, the keeper, the
-actors, the engine) and `trinity-es resume` goes on. Both logs are then asked the same questions: how often was each
-prompt of the taskset used for training (`resume_point.prompts_used`), which steps were trained on and in which
-order, which task was finished twice, what does `verify` find, and what did the model learn.
+random moments all its processes are killed with SIGKILL at once (the command with its trainer, the keeper, the
+actors, the engine), and `trinity-es resume` continues the run. Both logs are then compared: how often each prompt of
+the taskset was used for training (`resume_point.prompts_used`), which steps were trained on and in which order, which
+tasks finished twice, what `verify` finds, and the final reward.
 
 `python -m benchmarks.interrupted [--steps 160] [--kills 1] [--undisturbed 1] [--seed 0] [--engine vllm] [--json FILE]`.
-With several undisturbed runs (of the next seeds) their final rewards are the spread that the killed run's is to lie in.
-Exit code 1 where the two differ in anything but what was learnt: an engine that samples in other company samples other
-tokens.
+With several undisturbed runs (of the next seeds) the killed run's final reward should lie within theirs. The exit code
+is 1 if the runs differ in anything but the reward: an engine samples other tokens if it batches other requests.
 """
 
 from __future__ import annotations
@@ -38,31 +37,31 @@ from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 
 STEP_SECONDS = 30.0
-"""Time limit of a step of the demo; a run without progress for so long is given up."""
+"""Time limit for a step of the demo; a run without progress for this time is given up."""
 LOAD_SECONDS = 180.0
-"""The same limit while its engine loads."""
+"""Time limit for the first step, while the engine loads."""
 
 
-def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
+def start_command(*args: object, cwd: Path) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRINITY_ES_LOG"}
     return subprocess.Popen([sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-def submitted(config: Config) -> int:
+def submitted_steps(config: Config) -> int:
     """Return the number of train steps in the log."""
     try:
         with trinity_es.open_log(config.store.url) as log:
             return sum(b.batch_type == "train" for b in log.batches())
-    except trinity_es.TrinityError:  # it is being made
+    except trinity_es.TrinityError:  # the log is being created
         return 0
 
 
 def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> None:
     """Wait until this step is in the log. Raises RuntimeError if the run ends or makes no progress."""
-    first = seen = submitted(config)
+    first = seen = submitted_steps(config)
     since = time.monotonic()
-    while (now := submitted(config)) < step:
+    while (now := submitted_steps(config)) < step:
         if now > seen:
             seen, since = now, time.monotonic()
         if running.poll() is not None:
@@ -73,12 +72,12 @@ def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> 
 
 
 def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
-    """kill -9 of everything at once; return the number of processes."""
+    """Kill all processes of a run at once with SIGKILL, and return their number."""
     kept = running_system.keeper(config)
     everybody = {psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True),
                  *leftovers(config), *([psutil.Process(kept)] if kept else [])}
     for process in everybody:
-        process.suspend()  # so that none acts on the death of another
+        process.suspend()  # so that none reacts to the death of another
     for process in everybody:
         process.kill()
     running.communicate(timeout=30)
@@ -86,10 +85,10 @@ def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
 
 
 def trained_steps(log: Log) -> list[int]:
-    """Return the steps that the trainer's last weights are made of, in order.
+    """Return the steps from which the trainer's last weights learnt, in order.
 
-    A trainer that was killed before it saved a step's weights goes back to its checkpoint. The steps after that are
-    delivered to it again, and it trains them again.
+    A trainer that was killed before it saved a step's weights goes back to its checkpoint. The steps after the
+    checkpoint are delivered again, and the trainer repeats them.
     """
     steps: list[int] = []
     for recorded in log.read(types=["BatchTrained", "ExperiencesRedelivered"]):
@@ -100,8 +99,8 @@ def trained_steps(log: Log) -> list[int]:
     return steps
 
 
-def account(config: Config) -> dict[str, Any]:
-    """Figures of a run, from its log."""
+def figures_of(config: Config) -> dict[str, Any]:
+    """Return the figures of a run, from its log."""
     with trinity_es.open_log(config.store.url) as log:
         trained = trained_steps(log)
         finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
@@ -119,12 +118,12 @@ def account(config: Config) -> dict[str, Any]:
         }
 
 
-def demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tuple[int, float]]) -> dict[str, Any]:
-    """Run the demo in `folder`, and kill it at each of `moments`: (step, seconds after its submit)."""
+def play_demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tuple[int, float]]) -> dict[str, Any]:
+    """Run the demo in `folder`, kill and resume it at each moment (step, seconds after submit), and return figures."""
     began, killed = time.monotonic(), []
     first = ["demo", "--dir", folder, "--steps", steps, "--seed", seed, "--engine", engine, "--json"]
     path = folder / "config.yaml"
-    running = command(*first, cwd=folder.parent)
+    running = start_command(*first, cwd=folder.parent)
     try:
         for step, delay in moments:
             while not path.is_file() and running.poll() is None:
@@ -133,9 +132,9 @@ def demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tupl
             wait_for_step(config, step, running)
             time.sleep(delay)
             count = kill_all(config, running)
-            killed.append({"step": step, "processes": count, "reached": submitted(config)})
+            killed.append({"step": step, "processes": count, "reached": submitted_steps(config)})
             print(f"  killed {count} processes at step {killed[-1]['reached']}, {delay:.2f} s into it", flush=True)
-            running = command("resume", path, "--json", cwd=folder.parent)
+            running = start_command("resume", path, "--json", cwd=folder.parent)
         out, _ = running.communicate(timeout=60.0 + STEP_SECONDS * steps)
     finally:
         if running.poll() is None:
@@ -143,32 +142,33 @@ def demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tupl
         end_system(load_config(path))
     told = json.loads(out) if out.strip() else {}
     return {"exit": running.returncode, "seconds": time.monotonic() - began, "killed": killed,
-            "verdict": told.get("verdict"), **account(load_config(path))}
+            "verdict": told.get("verdict"), **figures_of(load_config(path))}
 
 
 SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_finished", "finished_twice", "complaints",
         "evals")
-"""Figures that must not differ."""
+"""Figures that must be equal in both runs."""
 
 
 def compare(*, steps: int, kills: int, undisturbed: int, seed: int, engine: str) -> dict[str, Any]:
-    """Run both, one after the other, and compare them."""
+    """Play the undisturbed runs and the killed run, one after the other, and compare them."""
     chance = random.Random(seed)
     moments = [(step, chance.uniform(0.0, 0.3)) for step in sorted(chance.sample(range(2, steps), kills))]
     with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
         runs = []
         for number in range(undisturbed):
             print(f"undisturbed, {number + 1} of {undisturbed}: {steps} steps", flush=True)
-            runs.append(demo(Path(name) / f"calm-{number}", steps=steps, seed=seed + number, engine=engine, moments=[]))
+            folder = Path(name) / f"calm-{number}"
+            runs.append(play_demo(folder, steps=steps, seed=seed + number, engine=engine, moments=[]))
             print(f"  {runs[-1]['seconds']:.0f} s, final reward {runs[-1]['reward_after']}", flush=True)
         print(f"killed at {', '.join(f'step {s}' for s, _ in moments)}", flush=True)
-        rough, calm = demo(Path(name) / "rough", steps=steps, seed=seed, engine=engine, moments=moments), runs[0]
+        rough, calm = play_demo(Path(name) / "rough", steps=steps, seed=seed, engine=engine, moments=moments), runs[0]
     differ = [key for key in SAME if calm[key] != rough[key]]
     return {"calm": calm, "rough": rough, "differ": differ, "rewards": [run["reward_after"] for run in runs]}
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return both accounts side by side."""
+def comparison_text(found: dict[str, Any]) -> str:
+    """Return the figures of both runs side by side, as text."""
     lines = [f"{'':<26}{'undisturbed':>16}{'killed, resumed':>18}"]
 
     def row(name: str, tell: Any) -> None:
@@ -205,7 +205,7 @@ def main() -> int:
     ], quick=False)
     found = compare(steps=options.steps, kills=options.kills, undisturbed=options.undisturbed, seed=options.seed,
                     engine=options.engine)
-    print(table(found))
+    print(comparison_text(found))
     write_json(options.json, found)
     return 1 if found["differ"] or found["rough"]["exit"] != found["calm"]["exit"] else 0
 

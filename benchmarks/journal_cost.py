@@ -1,10 +1,10 @@
 """What does the journal of unfinished runs cost? The same batches with it and without it, in turn.
 
-On a real vLLM engine with a tiny model, one system plays both: two engines differ by more than the journal costs.
-"Without" is a workflow that takes the journal from its model. Measured are tokens/s of a single turn and of a
+On a real vLLM engine with a tiny model, one system plays both, since two engines differ by more than the journal costs.
+"Without" is a workflow that removes the journal from its model. It measures tokens/s of a single turn and of a
 conversation (`benchmarks.overhead`). No-op tasks on the ScriptedEngine (E1 and E2 of `benchmarks.dispatch`) record
-nothing. Two systems play them side by side, one with `explorer.progress.seconds: 0`, and the one that is not measured
-is stopped. CPU time is that of all processes of a system but vLLM's own, which wait busily. The interval holds 95 % of
+nothing. Two systems play them, one with `explorer.progress.seconds: 0`, and the system that is not measured is
+suspended. CPU time is that of all processes of a system except vLLM's own, which busy-wait. The interval holds 95 % of
 the medians of resampled pairs.
 
 `python -m benchmarks.journal_cost [--pairs 24] [--quick] [--json FILE]`: 24 pairs take about ten minutes on two cores.
@@ -42,16 +42,16 @@ from trinity_es import Experience
 from trinity_es.workflows import SingleTurnWorkflow
 
 SECONDS = {"with": 1.0, "without": 0.0}
-"""`explorer.progress.seconds` of the two systems for no-op tasks."""
+"""{system for no-op tasks: its `explorer.progress.seconds`}."""
 AIM = 0.98
 TASKS, RUNS, TOKENS = 48, 8, 96
-"""Of a batch on vLLM."""
+"""Size of a batch on vLLM: tasks, runs of each, tokens of each run."""
 Work = Callable[[str], tuple[float, int]]
-"""Plays batches "with" or "without" the journal, and returns the figure and the number of tokens or tasks."""
+"""Function that plays batches "with" or "without" the journal, and returns a figure and a count of tokens or tasks."""
 
 
 class Single(SingleTurnWorkflow):
-    """Workflow `single_turn` without the journal."""
+    """Workflow `single_turn` that does not use the journal."""
 
     async def run_async(self) -> list[Experience]:
         self.model.journal = None
@@ -59,7 +59,7 @@ class Single(SingleTurnWorkflow):
 
 
 class Turns(Conversation):
-    """Conversation without the journal."""
+    """Workflow `Conversation` that does not use the journal."""
 
     async def run_async(self) -> list[Experience]:
         self.model.journal = None
@@ -70,7 +70,7 @@ UNRECORDED = {"single": "benchmarks.journal_cost:Single", "conversation": "bench
 
 
 def cpu_seconds(bench: Bench) -> float:
-    """Return the CPU time of all processes of a system so far, but of vLLM's."""
+    """Return the CPU time so far of all processes of a system except vLLM's."""
     total = 0.0
     for process in family_of(coordinator_of(bench.client)):
         with suppress(psutil.NoSuchProcess):
@@ -79,12 +79,12 @@ def cpu_seconds(bench: Bench) -> float:
     return total
 
 
-def compared(
+def compare(
     what: str, unit: str, each: str, benches: dict[str, Bench], work: Work, repeats: int, id: str
 ) -> list[Row]:
-    """Return the rows of one kind of work with and without the journal, with the CPU time of `each` token or task.
+    """Return the rows that compare one kind of work with and without the journal, and the CPU time of `each` unit.
 
-    `benches` are the systems that play "with" and "without", which may be the same one.
+    `benches`: {"with" or "without": system}; both may be the same system.
     """
     cpu: dict[str, list[float]] = {name: [] for name in benches}
 
@@ -110,8 +110,8 @@ def compared(
     ]
 
 
-def on_vllm(bench: Bench, case: str, numbers: Iterator[int]) -> Work:
-    """Return the work of one batch on vLLM; `numbers` are those of the system's batches."""
+def vllm_work(bench: Bench, case: str, numbers: Iterator[int]) -> Work:
+    """Return a function that plays one batch on vLLM. `numbers` yields batch numbers."""
     def work(name: str) -> tuple[float, int]:
         batch, workflow = next(numbers), "" if name == "with" else UNRECORDED[case]
         texts = prompts(TASKS, batch)
@@ -126,8 +126,8 @@ def measure_vllm(model: str, repeats: int) -> list[Row]:
         pin(*family_of(coordinator_of(bench.client)))
         numbers, rows = itertools.count(1), list[Row]()
         for case in UNRECORDED:
-            work = on_vllm(bench, case, numbers)
-            rows += compared(CASES[case], "tokens/s", "a token", dict.fromkeys(SECONDS, bench), work, repeats, "K5")
+            work = vllm_work(bench, case, numbers)
+            rows += compare(CASES[case], "tokens/s", "a token", dict.fromkeys(SECONDS, bench), work, repeats, "K5")
         bench.check_all()
     return rows
 
@@ -143,8 +143,8 @@ def measure_no_ops(repeats: int) -> list[Row]:
         def rate(name: str) -> tuple[float, int]:
             return 256 / benches[name].one(256), 256
 
-        rows = [*compared("submit -> finalize, 1 no-op task", "ms", "a task", benches, latency, repeats, "E1"),
-                *compared("batches of 256 tasks", "tasks/s", "a task", benches, rate, repeats, "E2")]
+        rows = [*compare("submit -> finalize, 1 no-op task", "ms", "a task", benches, latency, repeats, "E1"),
+                *compare("batches of 256 tasks", "tasks/s", "a task", benches, rate, repeats, "E2")]
         for bench in benches.values():
             bench.check_all()
     return rows

@@ -1,8 +1,8 @@
-"""The known system, if it is installed: a process that runs one batch for each request.
+"""The system that `benchmarks.dispatch` compares with (the known system), in a process that plays a batch per request.
 
 The environment variable `KNOWN_SYSTEM` names a folder with the known system in `venv` and its driver,
 `bench_trinity.py`. The driver's lean pipeline puts experiences into a queue in memory and stores nothing. Its default
-pipeline computes GRPO's advantages and keeps a copy in SQLite and in a file. After each batch, outside of the measured
+pipeline computes GRPO's advantages, and keeps a copy in SQLite and in a file. After each batch, outside the measured
 time, the experiences are taken out of the queue and counted.
 """
 
@@ -41,7 +41,7 @@ class KnownSystem:
         self.process = subprocess.Popen(
             [str(folder / "venv/bin/python"), "-c", CHILD, str(places), pipeline],
             cwd=folder, text=True, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # as our system is one
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # like trinity_es's system
         )
         if self._answer() != "ready":
             raise SystemExit(f"the known system in {folder} does not start")
@@ -54,7 +54,7 @@ class KnownSystem:
         raise SystemExit(f"the known system ended with exit code {self.process.wait()}")
 
     def one(self, tasks: int, seconds: float, tokens: int, runs: int) -> float:
-        """Return the seconds from submit to the return of finalize; the delivered experiences are checked."""
+        """Play a batch, check its experiences, and return the seconds from submit to finalize."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{tasks} {seconds} {tokens} {runs}\n")
         self.process.stdin.flush()
@@ -68,10 +68,7 @@ class KnownSystem:
 
 @contextmanager
 def known_system(places: int, pipeline: str = "lean") -> Iterator[KnownSystem | None]:
-    """Give the known system with `places` runners during the block; None if it is not installed.
-
-    `pipeline`: "lean" or "default".
-    """
+    """Run the known system with `places` runners; yield None if it is not installed. `pipeline`: "lean", "default"."""
     if not (name := os.environ.get("KNOWN_SYSTEM")):
         yield None
         return

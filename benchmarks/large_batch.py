@@ -1,10 +1,10 @@
 """How much time and memory does a batch of 100,000 tasks take, and how much an idle system?
 
 - A batch of 100,000 no-op tasks on one runner of 64 places, each time in a new system: seconds of submit, seconds from
-  then to the return of finalize, and the coordinator's peak resident memory and its growth. Once as evals, which keep
-  no experiences, and once with an experience of 8 tokens for each task, which the pipeline has in memory all at once.
-  It checks that every task finished with its result in the log, that every experience is stored, and that `verify`
-  finds nothing.
+  submit to the end of finalize, and the coordinator's peak resident memory and its growth. Once as an eval, which keeps
+  no experiences, and once with an experience of 8 tokens per task, which the pipeline holds in memory all at once. It
+  checks that every task finished with its result in the log, that every experience is stored, and that `verify` finds
+  no problem.
 - 8 idle runners: memory of all processes (PSS, so shared memory is counted once), CPU over 30 s.
 
 `python -m benchmarks.large_batch [--json FILE] [--quick] [--tasks N] [--repeats N] [--only batch|idle]`
@@ -30,16 +30,16 @@ from trinity_es.testing import SleepWorkflow
 
 TASKS, QUICK, REPEATS = 100_000, 2_000, 5
 PLACES, RUNNERS = 64, 8
-"""Places of the batch's runner; runners of the idle system."""
+"""Number of places of the batch's runner, and of runners of the idle system."""
 FINALIZE_AIM, MEMORY_AIM = 25.0, 400.0
-"""Seconds of finalize, and MB of the coordinator."""
+"""Maximum seconds of finalize, and maximum MB of the coordinator."""
 IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
-"""Duration of the measurement, aim in GB, aim in percent of a core."""
+"""Seconds of the measurement, aim in GB, aim in percent of a core."""
 
 
 @contextmanager
 def system(runners: int) -> Iterator[tuple[trinity_es.Config, trinity_es.RolloutClient]]:
-    """Give a new system with its runners."""
+    """Run a new system for this block. Yields its config and a client."""
     with tempfile.TemporaryDirectory(prefix="large-") as folder:
         rollout = {"engine_type": "scripted", "engine_num": runners}
         explorer = {"max_concurrency": PLACES, "rollout_model": rollout}
@@ -53,11 +53,11 @@ def system(runners: int) -> Iterator[tuple[trinity_es.Config, trinity_es.Rollout
             end_system(config)
 
 
-def large(tasks: int, evals: bool) -> dict[str, float]:
-    """Run one batch in a new system, and check its result."""
+def play_large_batch(tasks: int, evals: bool) -> dict[str, float]:
+    """Play one batch in a new system, check its result, and return seconds and memory."""
     with system(1) as (config, client):
         coordinator = coordinator_of(client)
-        before = resident(coordinator)
+        before = resident_megabytes(coordinator)
         batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}) for i in range(tasks)]
         started = time.perf_counter()
         batch_id: int | str = "1/large" if evals else 1
@@ -68,7 +68,7 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
         ended = time.perf_counter()
         if coordinator_of(client) != coordinator:
             raise SystemExit("the coordinator died and was replaced during the batch: there is no figure")
-        peak = resident(coordinator, "VmHWM")
+        peak = resident_megabytes(coordinator, "VmHWM")
         if result["finished_task_count"] != tasks:
             raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
         state = client.batch(batch_id)
@@ -81,21 +81,21 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
     return {"submit_s": submitted - started, "finalize_s": ended - submitted, "peak_mb": peak, "grew_mb": peak - before}
 
 
-def resident(pid: int, what: str = "VmRSS") -> float:
+def resident_megabytes(pid: int, what: str = "VmRSS") -> float:
     """Return the resident memory of a process in MB; `VmHWM`: its peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) * 1024 / 1e6
 
 
 def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
-    """Return every process of a system."""
+    """Return all processes of a client's system."""
     return [member for pid in pids_of(client) for member in family_of(pid)]
 
 
-def idle(seconds: float) -> dict[str, Any]:
-    """Measure an idle system."""
+def measure_idle(seconds: float) -> dict[str, Any]:
+    """Return memory and CPU of an idle system, measured over these seconds."""
     with system(RUNNERS) as (_, client):
-        time.sleep(min(10.0, seconds))  # until its start is over
+        time.sleep(min(10.0, seconds))  # until the start's own work is over
         members = members_of(client)
         memory = {}
         for member in members:
@@ -129,7 +129,7 @@ def main() -> int:
     watch, rows, details = Watch(), list[Row](), dict[str, Any]()
     tasks, repeats = options.tasks or (QUICK if options.quick else TASKS), 1 if options.quick else options.repeats
     if options.only != "idle":
-        ways = {"evals": lambda: large(tasks, True), "tasks": lambda: large(tasks, False)}
+        ways = {"evals": lambda: play_large_batch(tasks, True), "tasks": lambda: play_large_batch(tasks, False)}
         turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in ways}
         for _ in range(repeats):
             for kind, way in ways.items():
@@ -137,7 +137,7 @@ def main() -> int:
         for kind, found in turns.items():
             rows += rows_of(f"a batch of {tasks:,} {kind}", found)
     if options.only != "batch":
-        looks = [idle(5.0 if options.quick else IDLE_SECONDS) for _ in range(repeats)]
+        looks = [measure_idle(5.0 if options.quick else IDLE_SECONDS) for _ in range(repeats)]
         details["processes"] = looks[-1]["processes"]
         rows += [
             Row(f"{RUNNERS} idle runners: memory of the system", "GB PSS", Spread.of([one["gb"] for one in looks]),

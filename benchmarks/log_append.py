@@ -1,9 +1,10 @@
 """How fast is the log written? Groups of 1, 64 and 1,024 events, against the driver's own inserts of the same bytes.
 
-Ours: `EventLog.append` with every guarantee on: the lease, versions, repeated commits, the hash chain, the read models,
-`durability: power`. The events are those of a run (`benchmarks.sample_log`), in its order. The other way: sqlite3 or
-psycopg insert the finished rows (`executemany`) into a table of the same columns and indexes, with nothing checked,
-computed or folded; one transaction a group, and as durable: WAL with `synchronous=FULL`, `synchronous_commit=on`.
+trinity_es: `EventLog.append` with every guarantee on, which are the lease, versions, repeated commits, the hash chain,
+the read models, and `durability: power`. The events are those of a run (`benchmarks.sample_log`), in its order. Driver:
+sqlite3 or psycopg insert the finished rows (`executemany`) into a table of the same columns and indexes, and check,
+compute and fold nothing. Each group is one transaction, as durable: WAL with `synchronous=FULL`,
+`synchronous_commit=on`.
 
 Each repeat writes a new log, reads it back, compares all events and verifies the chain; `verify` checks the last log
 completely, with read models and payloads. A digest of all rows checks the driver's table.
@@ -37,19 +38,19 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import verify_log
 
 GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
-"""Events of one repeat, by the size of a group."""
+"""{size of a group: events of one repeat}."""
 REPEATS = 7
 AIMS, FROM = {"sqlite": 0.35, "postgresql": 0.4}, 64
-"""Least ratio to the driver by kind of database, and the size of a group from which it holds."""
+"""{kind of database: minimum ratio to the driver}, and the size of a group from which this aim holds."""
 
 Appended = tuple[str, Event]
-"""The stream and the event."""
+"""(stream, event)."""
 
 
-def a_run(folder: Path, events: int) -> list[Appended]:
-    """Return the first events of a run under one coordinator, in order.
+def make_run(folder: Path, events: int) -> list[Appended]:
+    """Make a run under one coordinator, and return its first `events` events in order.
 
-    Its payloads lie in `folder`, beside the log `run.sqlite`.
+    Its log is `run.sqlite` in `folder`, with the payloads beside it.
     """
     url = f"sqlite:///{folder}/run.sqlite"
     make(url, batches=10**9, tasks=64, events=events + 100, seed=16)
@@ -60,7 +61,7 @@ def a_run(folder: Path, events: int) -> list[Appended]:
 
 
 def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
-    """Return the appends, with neighbouring events of a stream as one write."""
+    """Return the run as appends of `size` events. Neighbouring events of a stream are one write."""
     versions: dict[str, int] = {}
     groups = []
     for first in range(0, len(run), size):
@@ -74,7 +75,7 @@ def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
 
 
 def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
-    """Write a new log; return the seconds of the appends alone."""
+    """Write these groups into a new log, and return the seconds of the appends alone."""
     with EventLog.open(url, create=True, durability="power", projectors=projectors()) as log:
         lease = log.acquire_lease("coordinator", _owner(groups))
         started = time.perf_counter()
@@ -84,15 +85,15 @@ def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
 
 
 def _owner(groups: Sequence[Sequence[Write]]) -> dict[str, Any]:
-    """Return the owner of the lease in the events."""
+    """Return the owner for the lease, which the first CoordinatorStarted names."""
     started = next(e for writes in groups for w in writes for e in w.events if isinstance(e, CoordinatorStarted))
     return {"pid": started.pid, "host": started.host}
 
 
 def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) -> None:
-    """Check that the log holds exactly these events, in order, with a sound chain.
+    """Check that the log holds exactly these events, in order, with a valid hash chain.
 
-    `payloads`: URL of the log whose payloads it names, for a full `verify`.
+    `payloads`: URL of the log whose payloads these events name, for a full `verify`.
     """
     with EventLog.open(url, read_only=True) as log:
         events = [(r.stream, r.event) for r in log.read()]
@@ -112,7 +113,7 @@ class Inserts(Protocol):
     """Driver-level access to a table with the log's columns."""
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert the rows in one transaction; return when they are durable."""
+        """Insert the rows in one transaction, and return when they are durable."""
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
         """Return all rows, in order."""
@@ -197,7 +198,7 @@ def digest(rows: Iterable[tuple[Any, ...]]) -> str:
 
 
 def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> float:
-    """Insert all rows in transactions of this size, and check them; return the seconds."""
+    """Insert all rows in transactions of `size` rows, check them, and return the seconds of the inserts."""
     started = time.perf_counter()
     for first in range(0, len(rows), size):
         driver.insert(rows[first : first + size])
@@ -208,7 +209,7 @@ def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> f
 
 
 def measure(places: Databases, kind: str, run: list[Appended], size: int, repeats: int) -> Row:
-    """Measure groups of one size on one database."""
+    """Return the row for groups of one size on one kind of database."""
     groups = groups_of(run, size)
     append_all(url := places.new(kind), groups)  # also warms up
     rows = stored_rows(url)
@@ -235,7 +236,7 @@ def main() -> int:
     watch, rows = Watch(), []
     part, repeats = (8, 5) if options.quick else (1, REPEATS)
     with databases() as places:
-        run = a_run(places.folder, max(GROUPS.values()) // part)
+        run = make_run(places.folder, max(GROUPS.values()) // part)
         for kind in places.kinds:
             for size, events in GROUPS.items():
                 rows.append(measure(places, kind, run[: events // part], size, repeats))

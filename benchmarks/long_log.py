@@ -1,7 +1,7 @@
 """A log of many millions of events, made in minutes by copying a short log many times.
 
 The rows of every table are copied, with shifted numbers of batches, steps and positions, and new hashes. So the result
-is what appends would have made, and `verify` finds no problem (a test checks a small one). SQLite only.
+equals a log made by appends, and `verify` finds no problem (a test checks a small log). SQLite only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trinity_es.events.store.database.urls import parse_url
 AT_ONCE = 100
 """Number of copies in one transaction."""
 _NUMBERED = {"BatchSubmitted": ("batch_id",), "BatchFinalized": ("result", "batch_id"), "BatchTrained": ("step",)}
-"""Path of the batch's number in an event."""
+"""{event type: path of the batch's number in its data}."""
 _MOVED = {
     "es_stream": {"stream": "batch"},
     "rm_batch": {"stream": "batch", "batch_id": "number", "trained_step": "number", "first_position": "position",
@@ -26,11 +26,11 @@ _MOVED = {
     "rm_delivery": {"stream": "batch", "batch_id": "number", "position": "position"},
     "rm_use": {"stream": "batch", "step": "number", "position": "position"},
 }
-"""Columns of each table whose values are shifted."""
+"""{table: {column whose values are shifted: kind of its values}}."""
 
 
 def lengthen(url: str, events: int) -> int:
-    """Copy a log whose streams are batches, numbered from 1, until it has `events` events; return their number."""
+    """Repeat the batches of a log, numbered from 1, until it has at least `events` events; return their number."""
     with closing(sqlite3.connect(str(parse_url(url).database), isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=OFF")
@@ -75,7 +75,7 @@ def _template(db: sqlite3.Connection) -> list[dict[str, Any]]:
 def _copied(
     template: list[dict[str, Any]], copy: int, width: int, length: int, last: bytes, at: float
 ) -> tuple[list[tuple[Any, ...]], bytes]:
-    """Return the events of one copy, and the hash of the last one."""
+    """Return the event rows of copy number `copy`, and the hash of the last one."""
     made = []
     for row in template:
         body = {key: row[key] for key in ("version", "type", "schema_version", "metadata", "commit_index")}
@@ -105,7 +105,7 @@ def _stream(stream: str, more: int) -> str:
 
 
 def _moved(table: str, columns: list[str], row: tuple[Any, ...], number: int, position: int) -> list[Any]:
-    """Return a row of a read model for the copy."""
+    """Return a row of a read model, shifted for a copy by this batch number and position."""
     moved = []
     for column, value in zip(columns, row, strict=True):
         match _MOVED[table].get(column):

@@ -1,17 +1,17 @@
 """What does the whole system cost over the bare engine? The same prompts through vLLM alone and through trinity_es.
 
-Two engines have the same settings, each in a process of its own: one is vLLM's own `AsyncLLM`, called with token ids;
-the other is behind a runner actor, and gets its prompts as the tasks of a batch that is submitted, run by the
-`single_turn` workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in
-turn, so that a drift of the machine's speed affects both; the waiting engine is idle, and each pair swaps which goes
-first. With two cores or more, both engines' vLLM workers are pinned to the last core, and all other processes to the
-rest: otherwise the speed of one engine varies by half, depending on where Linux puts its three processes, two
-of which busy-wait. The figure is the median over the pairs of the ratio of tokens per second, with its range, its
-quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of the pairs (bootstrap, fixed seed).
+Two engines have the same settings, each in its own process. One is vLLM's own `AsyncLLM`, called with token ids. The
+other is behind a runner actor, and gets its prompts as tasks of a batch that is submitted, run by the `single_turn`
+workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in turn, so that a
+drift of the machine's speed affects both; the waiting engine is idle, and the first one alternates. With two cores or
+more, both engines' vLLM workers are pinned to the last core, and all other processes to the rest. Otherwise the speed
+of one engine varies by half, depending on where Linux puts its three processes, two of which busy-wait. The figure is
+the median over the pairs of the ratio of tokens per second, with its range, its quartiles, and the interval that holds
+95 % of the medians of 10,000 resamples of the pairs (bootstrap, fixed seed).
 
-The cases are `single`, one turn and several runs a task; `conversation`, four turns of a quarter of the tokens each,
-with a user's message after each; and `door`, in which the workflow of `single` asks its runner over HTTP with the
-OpenAI client, as an agent does. It first checks that every run has all of its tokens and that the log is sound.
+The cases are `single`, one turn and several runs per task; `conversation`, four turns of a quarter of the tokens each,
+with a user message after each; and `door`, in which the workflow of `single` calls its runner over HTTP with the OpenAI
+client, as an agent does. The benchmark checks that every run has all of its tokens and that the log is sound.
 
 `python -m benchmarks.overhead [CASE ...] [--json FILE] [--quick] [--model DIR]`. Without a model a tiny one is made.
 """
@@ -65,17 +65,17 @@ AIMS, LOWER_AIM = {"single": 0.98, "conversation": 0.96, "door": 0.98}, 0.95
 
 
 def reward(response: str, prompt: str, truth: str | None) -> float:
-    """Return a cheap reward, since scoring is not what is measured."""
+    """Return a cheap reward, since scoring is not measured."""
     return float(len(response) % 2)
 
 
 def prompts(n: int, round_: int) -> list[str]:
-    """Return prompts that differ in every round, so neither engine has them in its prefix cache."""
+    """Return `n` prompts that differ in every round, so that no engine has them in its prefix cache."""
     return [f"{round_}:{i}=" for i in range(n)]
 
 
 class ThroughDoor(SingleTurnWorkflow):
-    """Workflow `single_turn` over HTTP, with the answers from the runner's record."""
+    """Workflow `single_turn` over HTTP, which takes the answers from the runner's history."""
 
     async def run_async(self) -> list[Experience]:
         client = self.model.get_openai_async_client()
@@ -90,7 +90,7 @@ class ThroughDoor(SingleTurnWorkflow):
 
 
 class Conversation(SingleTurnWorkflow):
-    """Workflow with several answers in each run, and a user's message between them."""
+    """Workflow with several answers in each run, and a user message between them."""
 
     async def run_async(self) -> list[Experience]:
         runs = await asyncio.gather(*(self.one(self.run_id_base + i) for i in range(self.repeat_times)))
@@ -114,12 +114,12 @@ class Bare:
         self.engine = VLLMEngine(config)
 
     async def start(self) -> None:
-        await self.engine.start()  # which also freezes what is loaded for the garbage collector, as `vllm serve` does
+        await self.engine.start()  # also calls gc.freeze, as `vllm serve` does
         self.llm: Any = self.engine._llm
         self.count = 0
 
     async def run(self, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
-        """Return tokens per second."""
+        """Play all prompts at once, and return tokens per second."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -157,10 +157,10 @@ class Bare:
 
 
 def bare_process(config: EngineConfig, pipe: Connection) -> None:
-    """Run the bare engine: answer (case, texts, max_tokens, runs) with tokens per second until None comes.
+    """Run the bare engine. Answer each (case, texts, max_tokens, runs) with tokens per second, until None comes.
 
-    The process is its own session, like the actor system: Linux groups processes by session when it shares out cores
-    (sched_autogroup_enabled), and on two cores that alone was worth 10 %.
+    The process is its own session, like the actor system, because Linux assigns cores by session
+    (sched_autogroup_enabled). On two cores this alone made a difference of 10 %.
     """
     os.setsid()
 
@@ -181,7 +181,7 @@ def through_system(
     client: trinity_es.RolloutClient, case: str, batch: int, texts: list[str], max_tokens: int, runs: int,
     workflow: str = "",
 ) -> float:
-    """Return tokens per second from submit to the return of finalize; `workflow` replaces the one of the case."""
+    """Play a batch, and return tokens per second from submit to finalize. `workflow` replaces the case's workflow."""
     each = max_tokens // (TURNS if case == "conversation" else 1)
     tasks = [
         trinity_es.Task(
@@ -234,7 +234,7 @@ def main() -> int:
 
 
 def rows(found: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> list[Row]:
-    """Return the rows of each case: the ratio, and the lower end of the interval of its median."""
+    """Return two rows for each case: the ratio, and the lower end of its median's interval."""
     table_rows = []
     for case, pair in found.items():
         bare, whole = [a for a, _ in pair], [b for _, b in pair]
@@ -250,12 +250,12 @@ def rows(found: dict[str, list[tuple[float, float]]], options: argparse.Namespac
 def measure(
     config: trinity_es.Config, options: argparse.Namespace, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return tokens per second of (vLLM alone, the whole system), a pair a round, of each case."""
+    """Return {case: pairs of tokens per second of (vLLM alone, the whole system)}, a pair per round."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=bare_process, args=(config.explorer.rollout_model.engine_config(), theirs))
     process.start()
-    theirs.close()  # so that a death of the process ends a recv
+    theirs.close()  # so that `recv` ends if the process dies
 
     def bare(*order: Any) -> float:
         pipe.send(order)
@@ -293,7 +293,7 @@ def measure(
 
 
 def pin(*processes: psutil.Process) -> None:
-    """Give the last core to vLLM's workers among these processes, and the others to the rest and to this one."""
+    """Pin vLLM's workers among these processes to the last core, and all others and this process to the other cores."""
     *others, last = sorted(os.sched_getaffinity(0))
     if others:
         for process in {*processes, psutil.Process()}:
@@ -302,7 +302,7 @@ def pin(*processes: psutil.Process) -> None:
 
 
 def spread(ratios: list[float], seed: int = 0) -> dict[str, float]:
-    """Return median, range, quartiles and the bootstrap's 95 % interval of the median."""
+    """Return median, range, quartiles and the 95 % bootstrap interval of the median."""
     chance = random.Random(seed)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(10_000))
     lower, _, upper = statistics.quantiles(ratios, n=4)

@@ -1,24 +1,24 @@
 """How fast do experiences reach the trainer, and how much disk do they take?
 
-A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) runs batches of experiences of 512 tokens
-with 256 logprobs, and of 8,192 tokens with 4,096: random ones, and a reward for each. Then it measures in turn, on the
-same files (the delivered payloads and the raw ones that they refer to):
+A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) plays batches of experiences of 512 random
+tokens with 256 logprobs, and of 8,192 tokens with 4,096, each with a reward. Then it measures in turn, on the same
+files (the delivered payloads and the raw payloads that they refer to):
 
-- columns: `client.columns(batch)` reads the files, compares their digests and joins their arrays, and everything that a
-  trainer needs is computed: tokens, logprobs, masks, advantages, returns, rewards, versions, groups, runs, truncation;
-- delivered: `client.experiences(batch)` makes an object of each experience on top of that;
+- columns: `client.columns(batch)` reads the files, compares their digests and joins their arrays, and all values that a
+  trainer needs are computed: tokens, logprobs, masks, advantages, returns, rewards, versions, groups, runs, truncation;
+- delivered: `client.experiences(batch)` also makes an object of each experience;
 - floor: the same files are read, and nothing is done with their bytes (in the page cache for both);
-- the floor with the SHA-256 of each file, which a store addressed by content must compute.
+- the floor with the SHA-256 of each file, which a content-addressed store must compute.
 
-It also measures the bytes of the payload store, raw and delivered copies together, for each delivered token and
-logprob, against 4 bytes for each.
+It also measures the bytes of the payload store, raw and delivered copies together, per delivered token and logprob,
+against 4 bytes for each.
 
 It checks that every experience has the right tokens, logprobs, reward and advantage, that each file's digest is its
-name, that the store holds exactly what the log names, and that `verify` finds nothing.
+name, that the store holds exactly the payloads that the log names, and that `verify` finds no problem.
 
-Last, batches of 128 tasks of 16 runs go through two systems in turn, the other one stopped: one has its payloads in S3,
-the other in files. The S3 server (moto, which holds them in memory) is a process on the same cores, so the batches/s
-include its work; the CPU of our own processes, this client's too, does not.
+Last, two systems play batches of 128 tasks of 16 runs in turn, one with its payloads in S3 and one with them in
+files; the other system is suspended. The S3 server (moto, in memory) is a process on the same cores, so batches/s
+include its work, but the CPU figures of our processes (this client is one) do not.
 
 `python -m benchmarks.payloads [--json FILE] [--quick]`
 """
@@ -59,18 +59,18 @@ from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.projections.verify.log import verify_log
 
 SIZES = {512: 1024, 8192: 192}
-"""Experiences of one batch, by their tokens."""
+"""{tokens of an experience: experiences of one batch}."""
 REPEATS, ROUNDS = 11, 3
-"""Number of measurements, and of reads in each."""
+"""Number of measurements, and of reads in each measurement."""
 AIMS = {512: 0.5, 8192: 0.8}
-"""Aim of columns over reading the files and their SHA-256, by tokens."""
+"""{tokens of an experience: aim of columns / reading the files with their SHA-256}."""
 STORED_AIM = 1.3
 BYTES = 4
 """Minimum bytes of a token and of a logprob."""
 TASKS, RUNS, BATCHES = 128, 16, 3
-"""Size of a batch that goes through a system with payloads in S3, and the number of batches of a turn."""
+"""For S3: tasks of a batch, runs of a task, and batches of a turn."""
 S3_AIM, S3_CPU_AIM = 0.8, 1.1
-"""Aims of batches/s with S3 over those with files, and of the coordinator's CPU."""
+"""Aims of the ratios of S3 to files: batches/s, and the coordinator's CPU."""
 
 
 class Store:
@@ -83,15 +83,15 @@ class Store:
         return self.root / digest[:2] / digest
 
     def files(self) -> dict[str, int]:
-        """Return the size of every file, by its name."""
+        """Return {name of a file: its size}."""
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
     def read(self, digests: Sequence[str]) -> int:
-        """Read these files; return their bytes."""
+        """Read these files, and return their total size in bytes."""
         return sum(len(self.path(d).read_bytes()) for d in digests)
 
     def read_checked(self, digests: Sequence[str]) -> int:
-        """Read these files and check each against the digest in its name; return their bytes."""
+        """Read these files, check each against the digest in its name, and return their total size in bytes."""
         size = 0
         for digest in digests:
             data = self.path(digest).read_bytes()
@@ -106,28 +106,28 @@ def reward_of(task: int) -> float:
 
 
 def check_advantages(found: Sequence[Experience]) -> None:
-    """Check that each has the advantage that the pipeline gives a task of one run."""
+    """Check that each experience has the advantage that the pipeline computes for a task of one run."""
     for e in found:
-        assert e.advantages is not None  # `check_experiences` has seen it
+        assert e.advantages is not None  # `check_experiences` checked it
         if not np.array_equal(e.advantages, np.full(len(e.advantages), e.reward / (1 + 1e-6), np.float32)):
             raise SystemExit(f"experience {e.eid} has another advantage than its reward gives")
 
 
-def use(columns: ExperienceColumns) -> int:
-    """Compute what a trainer needs of columns; return the number of its values."""
+def compute_values(columns: ExperienceColumns) -> int:
+    """Compute all values of columns that a trainer needs, and return their number."""
     vectors = columns.tokens, columns.logprobs, columns.action_mask, columns.advantages, columns.returns
     values = [columns.prompt_lengths, columns.rewards, columns.versions]
     values += [columns.groups, columns.runs, columns.truncated]
     return sum(len(vector.values) for vector in vectors) + sum(value.size for value in values) + len(columns.tasks)
 
 
-def numbers_of(count: int, tokens: int) -> int:
+def number_count(count: int, tokens: int) -> int:
     """Return the number of tokens and logprobs of a batch."""
     return count * (tokens + tokens - tokens // 2)
 
 
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
-    """Run one batch through the system, and measure the ways to read it in turn."""
+    """Play one batch, measure each way to read it in turn, and return the rows."""
     store = Store(bench.config.store.url)
     before = store.files()
     bench.one(count, tokens=tokens, reward=reward_of)
@@ -153,7 +153,7 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
 
     def columns() -> float:
         started = time.perf_counter()
-        found = sum(use(client.columns(batch_id)) for _ in range(ROUNDS))
+        found = sum(compute_values(client.columns(batch_id)) for _ in range(ROUNDS))
         seconds = time.perf_counter() - started
         if found != ROUNDS * (count * (tokens + 4 * (tokens - tokens // 2) + 8)):
             raise SystemExit(f"{found} values were delivered in columns of {count} experiences")
@@ -168,10 +168,10 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
         {"columns": columns, "ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
     )
     of, as_columns = f"delivered, {tokens:,} tokens", f"columns, {tokens:,} tokens"
-    own = delivered_size / numbers_of(count, tokens)
+    own = delivered_size / number_count(count, tokens)
     each = size / count / 1e6
     per_second = Spread.of([figure / each for figure in found["ours"]])
-    stored, least = size / numbers_of(count, tokens), float(BYTES)
+    stored, least = size / number_count(count, tokens), float(BYTES)
     return [
         pairs(as_columns, "MB/s", found["columns"], "reading and their SHA-256", found["checked"], aim=AIMS[tokens]),
         Row(of, "experiences/s", per_second),
@@ -185,8 +185,7 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Run an S3 server with a bucket in this process until the pipe ends; send its address and its clients'
-    environment."""
+    """Run an S3 server with a bucket in this process until the pipe closes. Send environment variables for clients."""
     server = S3Server()
     server.make_bucket()
     pipe.send(s3_environment(server))
@@ -198,7 +197,7 @@ def _serve(pipe: Connection) -> None:
 
 @contextmanager
 def s3_process() -> Iterator[None]:
-    """Run an S3 server with a bucket, whose credentials are in the environment, in a process of its own."""
+    """Run an S3 server with a bucket in its own process for this block, and set its credentials in the environment."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,))
@@ -216,8 +215,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def through(bench: Bench, batches: int) -> tuple[float, float, float]:
-    """Run batches; return batches/s, and the milliseconds of CPU a batch of the coordinator and of all processes."""
+def play_batches(bench: Bench, batches: int) -> tuple[float, float, float]:
+    """Play batches. Return batches/s, and the CPU milliseconds per batch of the coordinator and of all processes."""
     coordinator = psutil.Process(coordinator_of(bench.client))
     processes = [psutil.Process(), *family_of(coordinator.pid)]
     before = cpu_seconds([coordinator]), cpu_seconds(processes)
@@ -226,8 +225,8 @@ def through(bench: Bench, batches: int) -> tuple[float, float, float]:
     return batches / seconds, 1e3 * coordinator_cpu / batches, 1e3 * cpu / batches
 
 
-def in_s3(repeats: int, batches: int) -> list[Row]:
-    """Measure batches of a system with its payloads in S3, in turn with one that has them in files."""
+def measure_s3(repeats: int, batches: int) -> list[Row]:
+    """Return the rows that compare a system with payloads in S3 with a system with payloads in files."""
     found: dict[str, list[tuple[float, float, float]]] = {"s3": [], "files": []}
     operators = [{"name": "grpo"}]
     with (
@@ -237,7 +236,7 @@ def in_s3(repeats: int, batches: int) -> list[Row]:
         def turn(name: str, bench: Bench, other: Bench) -> float:
             with resting(*other.pids):
                 bench.one(8)
-                found[name].append(through(bench, batches))
+                found[name].append(play_batches(bench, batches))
             return 0.0
 
         alternate({"s3": lambda: turn("s3", s3, files), "files": lambda: turn("files", files, s3)}, repeats)
@@ -267,7 +266,7 @@ def main() -> int:
             raise SystemExit(f"{found.url} is not sound: {[*found.problems, *found.notes][0]}")
         if found.payloads != len(Store(url).files()):
             raise SystemExit(f"{found.payloads} payloads are verified, {len(Store(url).files())} files are there")
-    rows += in_s3(*((2, 1) if options.quick else (REPEATS, BATCHES)))
+    rows += measure_s3(*((2, 1) if options.quick else (REPEATS, BATCHES)))
     return report("Experiences as they reach the trainer, and what they take", rows, watch, [], options.json)
 
 

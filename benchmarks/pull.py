@@ -1,9 +1,9 @@
-"""How fast does a host pull weights from the head? Against `cat` of the same file over a plain socket.
+"""How fast does a host pull weights from the head, compared with a copy of the same files over a plain socket?
 
-Two processes of this machine, over loopback, from shared memory into shared memory. "plain": one reads the file and
-writes it to a socket, the other writes from the socket to a file. "first" and "next" are a host's pulls in TLS, of
-files that the head has not hashed before or has; both sides hash each byte for the digest of its file. Each round
-measures all of them in turn.
+Two processes of this machine, over loopback, from shared memory into shared memory. "plain": one process reads the
+files and writes them to a socket, the other writes from the socket to a file. "first" and "next" are a host's pulls
+over TLS, of files that the head has not hashed yet and has hashed; the host hashes every file. Each round measures all
+of them in turn.
 
 `python -m benchmarks.pull [--json FILE] [--gib 1.0] [--rounds 5]`
 """
@@ -36,8 +36,8 @@ KEY = b"k" * 40
 FILES = 4
 
 
-def head(folder: str, pipe: Connection) -> None:
-    """Serve a folder, and one file of it over a plain socket."""
+def serve_folder(folder: str, pipe: Connection) -> None:
+    """Serve a folder to hosts, and its files, one after the other, over a plain socket."""
     def hello(said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
         answer(Admission(folder=folder))
 
@@ -68,17 +68,17 @@ def pull(place: HeadPlace, into: Path) -> None:
     asyncio.run(puller.pull(FolderName("weights", version=1), None, lambda text: None))
 
 
-def measured(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
-    """Return MB/s of each way, round by round."""
+def measure(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
+    """Return {way to copy: MB/s of each round}."""
     rates: dict[str, list[float]] = {"plain": [], "first": [], "next": []}
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=head, args=(str(folder), there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=serve_folder, args=(str(folder), there), daemon=True)
     process.start()
     place, plain = here.recv()
     try:
         for _ in range(rounds):
             for file in folder.iterdir():
-                os.utime(file)  # as if it were new: the head hashes it again
+                os.utime(file)  # it looks new, so the head hashes it again
             ways: dict[str, Callable[[Path], None]] = {
                 "plain": partial(cat, plain), "first": partial(pull, place), "next": partial(pull, place)}
             for way, work in ways.items():
@@ -103,7 +103,7 @@ def main() -> None:
         each = int(args.gib * 2**30 / FILES)
         for n in range(FILES):
             (folder / f"{n}.safetensors").write_bytes(os.urandom(each))
-        found = measured(folder, FILES * each, args.rounds)
+        found = measure(folder, FILES * each, args.rounds)
     finally:
         shutil.rmtree(folder)
     told = {way: round(statistics.median(rates)) for way, rates in found.items()}

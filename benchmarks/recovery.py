@@ -1,9 +1,9 @@
-"""How long does a recovery take? After a coordinator's death under load, and at a start on logs of different age.
+"""How long does a recovery take, after a coordinator's death under load, and at a start on a long log?
 
-- `coordinator`: 8 runners work on tasks of 5 s and the coordinator is killed with SIGKILL repeatedly. Measures the time
-  from its death to its successor's next TasksDispatched, by the log's clock, and how many running tasks were run again.
-- `history`: starts on a log with 1 thousand and one with 1 million old events, in turn, `rounds` times each. Measures
-  the time from the start to the first dispatch, as a ratio of medians: recovery reads only what is still open.
+- `coordinator`: 8 runners play tasks of 5 s, and the coordinator is killed with SIGKILL repeatedly. Measures the time
+  from a death to the successor's next TasksDispatched, by the log's clock, and how many running tasks were run again.
+- `history`: starts on a log with a thousand and one with a million old events, in turn, `rounds` times each. Measures
+  the time from the start to the first dispatch, as a ratio of medians, since recovery reads only open batches.
 
 `python -m benchmarks.recovery [coordinator] [history] [--kills 20] [--events 1000000] [--rounds 5] [--json FILE]`
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from benchmarks.compared import Watch, about, beside_told, options_of, sound, write_json
+from benchmarks.compared import Watch, about, load_text, options_of, sound, write_json
 from trinity_es import Task
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -42,7 +42,7 @@ def config_in(folder: Path, runners: int, places: int) -> trinity_es.Config:
 
 
 def kill_coordinators(kills: int) -> dict[str, Any]:
-    """Return the seconds from death to the next dispatch, `kills` times."""
+    """Kill the coordinator `kills` times, and return the seconds from each death to the next dispatch."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         config = config_in(Path(name), runners=8, places=4)
         notes = Path(name) / "ran"
@@ -106,7 +106,7 @@ def make_history(config: trinity_es.Config, events: int) -> None:
                     ),
                     ev.BatchFinalizing(),
                 ]
-                if not result and (state := fold(history)) is not None:  # the same for all batches, but for their id
+                if not result and (state := fold(history)) is not None:  # all batches have the same result, but for ids
                     result = batch_result(state)
                 history += [ev.BatchFinalized(result=result | {"batch_id": batch}), ev.BatchTrained(step=batch)]
                 writes.append(Write(stream=f"batch/{batch}", expected_version=0, events=history))
@@ -117,8 +117,8 @@ def make_history(config: trinity_es.Config, events: int) -> None:
     print(file=sys.stderr)
 
 
-def starts(sizes: list[int], rounds: int) -> dict[str, Any]:
-    """Return the seconds from a start to the first dispatch, by the number of events in the log."""
+def measure_starts(sizes: list[int], rounds: int) -> dict[str, Any]:
+    """Start `rounds` times on a log of each size, and return the seconds from a start to the first dispatch."""
     with tempfile.TemporaryDirectory(prefix="history-") as name:
         configs = {}
         for size in sizes:
@@ -127,7 +127,7 @@ def starts(sizes: list[int], rounds: int) -> dict[str, Any]:
             make_history(configs[size], size)
         seconds_by_size: dict[int, list[float]] = {size: [] for size in sizes}
         batch = 10_000_000
-        for size in sizes:  # open when everything dies
+        for size in sizes:  # this batch is open at each start
             open_batch(configs[size], batch)
         for _ in range(rounds):
             for size in sizes:
@@ -181,13 +181,13 @@ def main() -> int:
         print(f"  death to next dispatch: median {one['median']:.2f} s, slowest {one['max']:.2f} s; "
               f"tasks run again: {one['run_again']}")
     if "history" in what:
-        figures["history"] = many = starts([1000, options.events], options.rounds)
+        figures["history"] = many = measure_starts([1000, options.events], options.rounds)
         print("start to first dispatch:")
         for size, median in many["medians"].items():
             print(f"  {size:>9,} old events: median {median:.2f} s of {options.rounds}")
         print(f"  ratio {many['ratio']:.3f} ({min(many['ratios']):.3f} - {max(many['ratios']):.3f})")
     figures |= about(watch)
-    print(f"  checked: the logs are sound. {beside_told(figures['beside'])}")
+    print(f"  checked: the logs are sound. {load_text(figures['beside'])}")
     write_json(options.json, figures)
     return 0
 

@@ -1,14 +1,14 @@
-"""How fast is a log replayed? Batches, read models and `verify`, against reading the rows and decoding their JSON.
+"""How fast are replay, `rebuild` and `verify`, compared with reading a log's rows and decoding their JSON?
 
-A log of a run (`benchmarks.sample_log`) on SQLite and on PostgreSQL, the same events on both. In turn:
+The log of a run (`benchmarks.sample_log`), with the same events on SQLite and on PostgreSQL. Measured in turn:
 
 - replay: `Log.replay` of every batch, from its events alone;
 - `rebuild` of every read model;
 - `verify`: order, hash chain, results, read models, payloads;
 - floor: the driver alone (sqlite3, psycopg) reads all columns of all rows in order, and orjson decodes their JSON.
 
-Figures are events a second. It checks that every row was read, that every batch was folded to the state of its read
-model and to the result in its last event, that `rebuild` changed no table, and that `verify` found nothing.
+Figures are events per second. It checks that every row was read, that every batch was folded to the state of its read
+model and to the result in its last event, that `rebuild` changed no table, and that `verify` found no problem.
 
 `python -m benchmarks.replay [--json FILE] [--quick] [--events N] [--repeats N] [--folder KEPT]`
 """
@@ -50,7 +50,7 @@ class Floor:
         self.kind, self.url = kind, url
 
     def __call__(self) -> int:
-        """Return the number of rows that were read and decoded."""
+        """Read and decode all rows, and return their number."""
         if self.kind == "sqlite":
             with closing(sqlite3.connect(str(parse_url(self.url).database))) as lite:
                 return self._read(lite.execute(_ALL))
@@ -70,7 +70,7 @@ class Floor:
 
 
 def replay_all(url: str) -> int:
-    """Replay every batch, and check each state; return the number of folded events."""
+    """Replay every batch, check its state, and return the number of folded events."""
     folded = 0
     with open_log(url) as log:
         for row in log.batches():
@@ -83,7 +83,7 @@ def replay_all(url: str) -> int:
 
 
 def check_results(url: str) -> int:
-    """Check that every final result follows from the events before it; return their number."""
+    """Check that every final result follows from the events before it, and return the number of results."""
     with open_log(url) as log:
         ended = [row.batch_id for row in log.batches() if row.state in ("finalized", "aborted")]
         for batch_id in ended:
@@ -93,7 +93,7 @@ def check_results(url: str) -> int:
     return len(ended)
 
 
-def tables(url: str) -> dict[str, list[tuple[Any, ...]]]:
+def read_model_rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
     """Return all rows of all read models, sorted."""
     with EventLog.open(url, read_only=True) as log:
         def read(connection: Any) -> dict[str, list[tuple[Any, ...]]]:
@@ -105,13 +105,13 @@ def tables(url: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def rebuild(url: str) -> int:
-    """Rebuild the read models; return the number of applied events."""
+    """Rebuild the read models, and return the number of applied events."""
     with EventLog.open(url, projectors=projectors()) as log:
         return log.rebuild()
 
 
-def rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
-    """Return a function that measures events a second. `most`: the count that `work` must return."""
+def measured_rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
+    """Return a function that measures the events per second of `work`. `most`: the number that `work` must return."""
     def measured() -> float:
         started = time.perf_counter()
         count = work()
@@ -124,17 +124,17 @@ def rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float
 
 
 def measure(urls: dict[str, str], events: dict[str, int], repeats: int) -> list[Row]:
-    """Measure replay, rebuild, verify and the floor in turn on each log."""
-    before = {kind: tables(url) for kind, url in urls.items()}
+    """Measure replay, rebuild, verify and the floor on each log in turn, and return the rows."""
+    before = {kind: read_model_rows(url) for kind, url in urls.items()}
     ways: dict[str, Callable[[], float]] = {}
     for kind, url in urls.items():
-        ways[f"floor {kind}"] = rate(Floor(kind, url), events[kind])
-        ways[f"replay {kind}"] = rate(lambda u=url: replay_all(u))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-        ways[f"verify {kind}"] = rate(lambda u=url: sound(u), events[kind])  # type: ignore[misc]  # as above
-        ways[f"rebuild {kind}"] = rate(lambda u=url: rebuild(u), events[kind])  # type: ignore[misc]  # as above
+        ways[f"floor {kind}"] = measured_rate(Floor(kind, url), events[kind])
+        ways[f"replay {kind}"] = measured_rate(lambda u=url: replay_all(u))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+        ways[f"verify {kind}"] = measured_rate(lambda u=url: sound(u), events[kind])  # type: ignore[misc]  # as above
+        ways[f"rebuild {kind}"] = measured_rate(lambda u=url: rebuild(u), events[kind])  # type: ignore[misc]  # as above
     rates = alternate(ways, repeats)
     for kind, url in urls.items():
-        if tables(url) != before[kind]:
+        if read_model_rows(url) != before[kind]:
             raise SystemExit(f"{kind}: rebuild left other tables than the appends made")
     rows = []
     for kind in urls:
@@ -152,8 +152,8 @@ def measure(urls: dict[str, str], events: dict[str, int], repeats: int) -> list[
     return rows
 
 
-def logs(places: Databases, folder: str | None, events: int) -> dict[str, str]:
-    """Make the log on each database. The SQLite log is made in `folder` once and kept, if that is given."""
+def make_logs(places: Databases, folder: str | None, events: int) -> dict[str, str]:
+    """Make the log on each kind of database, and return {kind: URL}. `folder`: keeps the SQLite log for later calls."""
     urls = {kind: places.new(kind) for kind in places.kinds}
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def main() -> int:
     ])
     events = options.events or (QUICK if options.quick else EVENTS)
     with databases() as places:
-        urls = logs(places, options.folder, events)
+        urls = make_logs(places, options.folder, events)
         watch = Watch()
         count = {}
         for kind, url in urls.items():

@@ -1,8 +1,8 @@
-"""Generator of logs for tests and benchmarks of readers, from a model of a run.
+"""Generator of logs for tests and benchmarks of readers, from a simulated run.
 
-The model uses the real decisions and the real fold: train batches one after the other with an occasional eval; runners
-with places whose attempts take time, fail, time out and are repeated; a runner that dies and comes back; tasks that are
-dropped because a batch has enough; stalls; a trainer that takes steps and publishes weights while the next batch runs.
+The simulation uses the real decisions and the real fold. It has train batches one after the other with an occasional
+eval; runners whose attempts take time, fail, time out and are repeated; a runner that dies and comes back; tasks that
+are dropped because a batch has enough; stalls; a trainer that trains and publishes weights while the next batch runs.
 Time and chance are simulated: equal arguments give equal events and payloads.
 
 `python -m benchmarks.sample_log URL --events 1000000 [--no-payloads] [--hostile] [--end finished|alive|dead]`
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from benchmarks.sample_ground import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, Ground, RunnerModel, TimedLog
+from benchmarks.sample_run import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, RunnerModel, SimulatedRun, TimedLog
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
@@ -40,11 +40,11 @@ class _Batch:
     state: BatchState
     entries: list[Entry]
     rewards: list[list[float]]
-    """RunResults by (task, run)."""
+    """Rewards by task and run."""
     lengths: list[list[int]]
     tasks: list[dict[str, Any]]
     done: list[Entry] = field(default_factory=list)
-    """RunsFinished, whose payloads are filled in at the end."""
+    """Entries with RunsFinished, whose payloads are filled in at the end."""
     then: Callable[[], None] | None = None
 
 
@@ -53,12 +53,12 @@ def make(
     dead: bool = False, hostile: bool = False, keep: int | None = None, progress: Callable[[int], None] | None = None,
     events: int | None = None,
 ) -> None:
-    """Write the log of a run with `batches` train batches of `tasks` tasks of `runs` runs; it must not exist yet.
+    """Write the new log of a run with `batches` train batches of `tasks` tasks of `runs` runs.
 
-    `end`: `finished`, or with the last batch half done `alive` (a run of this process) or `dead` (its processes are
-    gone). `keep`: keep the payloads of only so many of the last batches, the others are freed. `events`: stop after the
-    batch that reaches this number, regardless of `batches`. `hostile`: use the texts of `HOSTILE` for all external
-    texts. Without `payloads` the log says that all of them were freed.
+    `alive` and `dead` leave the last batch half done, in a run of this process or of processes that are gone. `keep`:
+    number of the last batches whose payloads are kept; the log says that the others were freed. `events`: stop after
+    the batch that reaches this number, regardless of `batches`. `hostile`: use `HOSTILE` for all external texts.
+    Without `payloads` the log says that all payloads were freed.
     """
     store = open_payloads(url, durability="process") if payloads else None
     with TimedLog.open(url, create=True, durability="process", projectors=projectors()) as log:
@@ -83,23 +83,23 @@ def make(
 
 
 def _owner(alive: bool) -> dict[str, Any]:
-    """Return the lease's owner: this process, or one that has ended."""
+    """Return the lease's owner: this process if the run is `alive`, else a process that has ended."""
     pid, started = (os.getpid(), process_start_time(os.getpid())) if alive else (2**22 - 3, "0@of/another")
     return {"pid": pid, "host": socket.gethostname(), "admin": {"pid": pid, "started": started}}
 
 
-class _Model(Ground):
-    """Model of a run: submits, dispatches, attempts, finalizes."""
+class _Model(SimulatedRun):
+    """Simulated run with its batches: submit, dispatch, attempts, finalize."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.open: _Batch | None = None
 
     def kill(self, runner: RunnerModel) -> None:
-        """Let a runner die with its units and come back; sometimes its engine fails first."""
+        """Let a runner die with its units, and start it again later. Sometimes its engine fails first."""
         if not runner.up:
             return
-        reason = self.nasty("its process ended with signal 9")
+        reason = self.hostile_or("its process ended with signal 9")
         runner.up = False
         if self.chance.random() < 0.2:
             self.tell(f"runner/{runner.name}", ev.RunnerFailed(
@@ -115,10 +115,10 @@ class _Model(Ground):
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def batch(self, number: int, cut: bool = False) -> None:
-        """Play one train batch, and its eval if one is due; `cut`: stop when half of its tasks are done."""
+        """Play one train batch, and an eval after it if one is due. `cut`: stop when half of the tasks are done."""
         before = self.made
         if self.chance.random() < 0.01 and not self.alive:
-            self.coordinator_starts_anew()
+            self.change_coordinator()
         self.submit(number, "train", self.tasks, self.runs)
         if self.chance.random() < 0.1:
             victim = self.chance.choice(self.runners)
@@ -151,14 +151,14 @@ class _Model(Ground):
             self._fill(batch)
             self._revoke(batch)
             self.open = None
-            for event in decisions.abort(batch.state, reason=self.nasty("not wanted"), keep_partial_results=False):
+            for event in decisions.abort(batch.state, reason=self.hostile_or("not wanted"), keep_partial_results=False):
                 self.record(batch, event)
 
     def submit(self, batch_id: BatchId, batch_type: Literal["train", "eval"], tasks: int, runs: int) -> None:
         chance, skill = self.chance, 1 - math.exp(-(self.trained + 5) / 200)
         chosen, rewards, lengths = [], [], []
         for _ in range(tasks):
-            words = [self.nasty(chance.choice(WORDS)) for _ in range(2)]
+            words = [self.hostile_or(chance.choice(WORDS)) for _ in range(2)]
             chosen.append(task_to_dict(Task(
                 workflow="simple_workflow", raw_task={"question": f"Spell backwards: {' '.join(words)}",
                                                       "answer": " ".join(words)[::-1]},
@@ -191,7 +191,7 @@ class _Model(Ground):
         return entry
 
     def dispatch(self) -> None:
-        """Give waiting units to free places, the emptiest runner first."""
+        """Assign waiting units to free places, first of the runner with the most."""
         batch = self.open
         if batch is None or batch.state.state.ended:
             return
@@ -228,7 +228,7 @@ class _Model(Ground):
 
         def over() -> None:
             if self.open is not batch or not runner.up or runner.incarnation != life:
-                return  # it was taken back, or ended with its runner
+                return  # the unit was revoked, or ended with its runner
             runner.free += 1
             strikes = batch.state.flights[unit.task, unit.run_id_base].strikes
             if kind is None:
@@ -240,7 +240,7 @@ class _Model(Ground):
                 retry = kind != "data" and strikes + 1 < batch.state.max_attempts
                 self.record(batch, ev.AttemptFailed(
                     task=unit.task, run_id_base=unit.run_id_base, failed_runs=runs, attempt=unit.attempt,
-                    runner=runner.name, incarnation=life, kind=kind, message=self.nasty(told), retry=retry,
+                    runner=runner.name, incarnation=life, kind=kind, message=self.hostile_or(told), retry=retry,
                     seconds=seconds,
                 ))
             self.check(batch)
@@ -283,7 +283,7 @@ class _Model(Ground):
             return
         if self.chance.random() < 0.02:
             self.now += 0.2
-            error = self.nasty("PipelineError: operator reward_filter raised ZeroDivisionError: division by zero")
+            error = self.hostile_or("PipelineError: operator reward_filter raised ZeroDivisionError: division by zero")
             for event in [*decisions.fail_finalizing(batch.state, error), ev.BatchFinalizing()]:
                 self.now += 2.0
                 self.record(batch, event)
@@ -305,7 +305,7 @@ class _Model(Ground):
             self.record(batch, event)
 
     def _revoke(self, batch: _Batch) -> None:
-        """Revoke the units that still run; their places are free at once."""
+        """Revoke the units that still run, and free their places."""
         for flight in batch.state.flights.values():
             runner = next(r for r in self.runners if r.name == flight.runner)
             if runner.incarnation == flight.incarnation and runner.up:
@@ -313,9 +313,9 @@ class _Model(Ground):
 
     # --- payloads ---------------------------------------------------------------------------------------------------
     def _fill(self, batch: _Batch) -> tuple[list[int], list[ev.PayloadRef], list[str]]:
-        """The payloads of a batch: versions and refs of what is delivered, and the ids of what a filter took out.
+        """Make a batch's payloads. Return versions and references of delivered experiences, and ids of filtered ones.
 
-        Tasks whose runs have all the same reward teach nothing: one in four of them is filtered.
+        A task whose runs all have the same reward is filtered, but only one in four of such tasks.
         """
         if batch.state.batch_type == "eval":
             return [], [], []

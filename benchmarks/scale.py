@@ -1,12 +1,12 @@
-"""What do many hosts and runners cost the coordinator? A real one under virtual time, with all others simulated.
+"""What do many hosts and runners cost the coordinator? A real coordinator in virtual time, with all others simulated.
 
-Hosts join, batches are submitted, given out, collected and finalized. With `--churn SECONDS` a host breaks its
+Hosts join; batches are submitted, dispatched, collected and finalized. With `--churn SECONDS` a host breaks its
 connection, is lost or drains at that virtual interval, and comes back. The coordinator's work is measured in CPU time
 of this process. docs/SCALE.md says what is simulated and how the figures compare with real processes.
 
 `python -m benchmarks.scale [--hosts 1,10,100] [--runners 1000] [--units 100000] [--tasks N] [--batch N] [--churn S]
-[--repeats N] [--json FILE]`. Every number of hosts is played with every number of runners that it divides; `--units`
-are in flight at once, by default 100 for each runner. Times are of this machine.
+[--repeats N] [--json FILE]`. Every number of hosts is combined with every number of runners that it divides; `--units`
+are in flight at once, by default 100 for each runner. Times depend on the machine.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.compared import Watch, about, beside_told, options_of, write_json
+from benchmarks.compared import Watch, about, load_text, options_of, write_json
 from tests.simulation.many import ManyWorld, Plan, play
 
 A_TASK = ("submit", "dispatch", "collect", "finalize", "rest", "collector")
-"""Phases that tasks cost. `rest`: turns, sending, waking up, work after a commit; `collector`: Python's garbage
-collector, including objects of the stand-ins."""
+"""Phases whose cost depends on the number of tasks. `rest`: turns, sending, waking up, work after a commit;
+`collector`: Python's garbage collector, including objects of simulated processes."""
 STANDING = ("beats", "timers")
 """Phases that cost time even without tasks: runners' heartbeats and statuses; checks of hosts, batches and stalls."""
 
 
-def sizes(live: Any) -> int:
+def live_state_bytes(live: Any) -> int:
     """Return the bytes of the coordinator's live state."""
     seen: set[int] = set()
     total, todo = 0, [live.batches, live._tasks, live.in_flight, live.lives, live.hosts, live.ended_batches]
@@ -55,7 +55,7 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from (getattr(value, n) for n in getattr(cls, "__slots__", ()) if hasattr(value, n))
 
 
-def one(plan: Plan) -> dict[str, Any]:
+def play_plan(plan: Plan) -> dict[str, Any]:
     """Play a plan and return its figures."""
     size = 0
 
@@ -63,7 +63,7 @@ def one(plan: Plan) -> dict[str, Any]:
         nonlocal size
         if len(world.account.flying) < 0.9 * plan.units:
             return False
-        size = sizes(world.coordinator.live)
+        size = live_state_bytes(world.coordinator.live)
         return True
 
     gc.collect()
@@ -91,8 +91,8 @@ def one(plan: Plan) -> dict[str, Any]:
     }
 
 
-def middle(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of the figures of one plan."""
+def medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of several results of one plan, figure by figure."""
     def of(values: list[Any]) -> Any:
         if isinstance(values[0], dict):
             return {key: of([v.get(key, 0.0) for v in values]) for key in values[0]}
@@ -101,7 +101,7 @@ def middle(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: of([row[key] for row in rows]) for key in rows[0]}
 
 
-def show(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
     parts = "  ".join(f"{name} {row['us_per_task'][name]:4.0f}" for name in A_TASK)
     stretch = f"{row['longest_ms'][row['longest']]:.0f} ms ({row['longest']})"
     print(
@@ -115,13 +115,13 @@ def show(row: dict[str, Any]) -> None:
               f"{row['longest_ms'].get('loss', 0.0):.0f} ms at most", flush=True)
 
 
-def numbers(text: str) -> list[int]:
+def int_list(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
 def main() -> int:
     options = options_of(__doc__, [
-        ("--hosts", {"type": numbers, "default": [1, 10, 100]}), ("--runners", {"type": numbers, "default": [100]}),
+        ("--hosts", {"type": int_list, "default": [1, 10, 100]}), ("--runners", {"type": int_list, "default": [100]}),
         ("--units", {"type": int, "help": "in flight at once (100 for each runner)"}),
         ("--tasks", {"type": int, "help": "of the whole play (twice the units)"}),
         ("--batch", {"type": int, "help": "tasks of a batch (a tenth of the units)"}),
@@ -142,10 +142,10 @@ def main() -> int:
                 hosts, runners, units, options.tasks or 2 * units, options.batch or max(1, units // 10),
                 seconds=options.seconds, churn=options.churn, seed=options.seed,
             )
-            rows.append(middle([one(plan) for _ in range(options.repeats)]))
-            show(rows[-1])
+            rows.append(medians([play_plan(plan) for _ in range(options.repeats)]))
+            print_row(rows[-1])
     context = about(watch)
-    print(f"checked: every task ended once, on a runner that had it. {beside_told(context['beside'])}")
+    print(f"checked: every task ended once, on a runner that had it. {load_text(context['beside'])}")
     write_json(options.json, {**context, "simulated": rows})
     return 0
 

@@ -1,8 +1,8 @@
-"""What a task costs a real coordinator's process, with 1, 2 and 4 hosts on this machine, beside the simulation.
+"""How much CPU time does a task cost a real coordinator, with 1, 2 and 4 hosts on this machine? And in the simulation?
 
-A head and hosts that joined it, each an actor system of its own with a runner on the scripted engine, PostgreSQL, TCP
-between them. CPU time is that of the coordinator's process from submit to the return of finalize, less what the same
-process takes while nothing is to be done; in it, that of its main thread, which is what `benchmarks.scale` meters.
+A head and hosts that joined it, each an actor system with a runner on the scripted engine, PostgreSQL, TCP between
+them. It measures CPU time of the coordinator's process from submit to the end of finalize, less the idle process's CPU
+time, and the part of its main thread, which corresponds to the figures of `benchmarks.scale`.
 
 `python -m benchmarks.scale_real [--hosts 1,2,4] [--tasks 600] [--places 32] [--repeats 3] [--json FILE]`. It needs
 the PostgreSQL that the tests use.
@@ -23,7 +23,7 @@ import psutil
 
 import trinity_es
 from benchmarks.compared import options_of, write_json
-from benchmarks.scale import A_TASK, numbers
+from benchmarks.scale import A_TASK, int_list
 from tests.helpers.faults import server
 from tests.helpers.hosts import KEY, host_joins, ready
 from tests.helpers.servers import free_port
@@ -34,16 +34,16 @@ from trinity_es.system import lifecycle
 IDLE_SECONDS = 5.0
 
 
-def cpu(pid: int) -> tuple[float, float]:
-    """Return the CPU seconds of a process so far, and of its main thread."""
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """Return the CPU seconds so far of a process, and of its main thread."""
     process = psutil.Process(pid)
     times = process.cpu_times()
     [main] = [t for t in process.threads() if t.id == pid]
     return times.user + times.system, main.user_time + main.system_time
 
 
-def measured(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> dict[str, Any]:
-    """Return the figures of a real run with this many hosts besides the head."""
+def measure_real(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> dict[str, Any]:
+    """Play batches on a head and this many joined hosts, and return the figures."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-")))
         database = stack.enter_context(server())
@@ -65,16 +65,16 @@ def measured(hosts: int, tasks: int, places: int, seconds: float, repeats: int) 
             assert client.finalize_train_batch(number, timeout=300)["finished_task_count"] == of
 
         batch(1, 4 * places)
-        before = cpu(pid)
+        before = cpu_seconds(pid)
         time.sleep(IDLE_SECONDS)
-        idle = [(now - then) / IDLE_SECONDS for now, then in zip(cpu(pid), before, strict=True)]
+        idle = [(now - then) / IDLE_SECONDS for now, then in zip(cpu_seconds(pid), before, strict=True)]
         found: list[tuple[float, float]] = []
         for number in range(2, 2 + repeats):
-            before, begun = cpu(pid), time.monotonic()
+            before, begun = cpu_seconds(pid), time.monotonic()
             batch(number, tasks)
             took = time.monotonic() - begun
             whole, main = ((now - then - rest * took) / tasks * 1e6
-                           for now, then, rest in zip(cpu(pid), before, idle, strict=True))
+                           for now, then, rest in zip(cpu_seconds(pid), before, idle, strict=True))
             found.append((whole, main))
         with trinity_es.open_log(url) as log:
             last = list(log.read(stream=f"batch/{1 + repeats}"))
@@ -85,8 +85,8 @@ def measured(hosts: int, tasks: int, places: int, seconds: float, repeats: int) 
         }
 
 
-def simulated(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> float:
-    """Return the simulation's microseconds per task for as many runners."""
+def measure_simulated(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> float:
+    """Return the simulation's microseconds per task for the same number of runners."""
     plan = Plan(hosts + 1, hosts + 1, (hosts + 1) * places, tasks, tasks, seconds=seconds, failures=0.0)
     runs = [play(plan) for _ in range(repeats)]
     return statistics.median(1e6 * sum(r.world.meter.seconds[p] for p in A_TASK) / r.tasks for r in runs)
@@ -94,7 +94,7 @@ def simulated(hosts: int, tasks: int, places: int, seconds: float, repeats: int)
 
 def main() -> int:
     options = options_of(__doc__, [
-        ("--hosts", {"type": numbers, "default": [1, 2, 4]}), ("--tasks", {"type": int, "default": 600}),
+        ("--hosts", {"type": int_list, "default": [1, 2, 4]}), ("--tasks", {"type": int, "default": 600}),
         ("--places", {"type": int, "default": 32, "help": "of each runner"}),
         ("--seconds", {"type": float, "default": 1.0, "help": "how long a task takes"}),
         ("--repeats", {"type": int, "default": 3}),
@@ -104,8 +104,8 @@ def main() -> int:
     print("the head        coordinator          thread                    ms/s   a task   a task")
     rows = []
     for hosts in options.hosts:
-        row = measured(hosts, options.tasks, options.places, options.seconds, options.repeats)
-        row["simulated_us_per_task"] = simulated(
+        row = measure_real(hosts, options.tasks, options.places, options.seconds, options.repeats)
+        row["simulated_us_per_task"] = measure_simulated(
             hosts, options.tasks, options.places, options.seconds, options.repeats)
         rows.append(row)
         print(f"{hosts:>13} {row['us_per_task']:>20.0f} {row['us_per_task_main_thread']:>13.0f} "

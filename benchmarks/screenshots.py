@@ -1,6 +1,6 @@
-"""A picture of every page of the dashboard, light and dark, from a run that is made up: `make screenshots`.
+"""Screenshots of every page of the dashboard, light and dark, of a simulated run: `make screenshots`.
 
-Writes `docs/screenshots/<page>-<light|dark>.png`, 1280 by 800. Needs chromium and chromedriver; opens nothing else.
+Writes `docs/screenshots/<page>-<light|dark>.png`, 1280 by 800. Needs chromium and chromedriver.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trinity_es.testing import wait_until
 
 SIZE = 1280, 800
 BEGINS_AT = {"batch": "#tasks"}
-"""Pages of which a lower part is photographed, too."""
+"""{page that is scrolled before its screenshot: selector of the element to scroll to}."""
 
 
 def pages(log: Log) -> dict[str, str]:
-    """Name of the picture -> path of the page."""
+    """Return {name of a picture: path of its page}."""
     rows = log.batches(batch_type="train")
     quick = [row for row in rows if row.ended_at is not None and row.ended_at - row.submitted_at < 20]
     worst = max(quick or rows, key=lambda row: (row.failed_attempts, row.first_position)).batch_id
@@ -76,7 +76,7 @@ def _size(driver: Any, height: int) -> None:
 
 
 def pictures(url: str, folder: Path, *, whole: bool = False, only: list[str] | None = None) -> list[Path]:
-    """Take pictures of the log at `url`; `whole`: of each page from top to bottom."""
+    """Take screenshots of the log at `url`, and return the files. `whole`: of each page from top to bottom."""
     with open_log(url) as log:
         chosen = {name: path for name, path in pages(log).items() if not only or name in only}
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 """Is a delivered token ever older than `explorer.max_staleness`?
 
-A trainer that takes no time publishes weights after each step, while steps are generated ahead (`fully_async`) and the
-tasks that they leave go on in later ones (`in_flight: cut`). Answers are scripted, of 10 to 400 tokens. The age of each
-delivered token comes from `version_spans`: the version that the engines were to serve when its batch was finalized,
-less that of the token.
+A trainer that takes no time publishes weights after each step, while steps are generated ahead (`fully_async`) and
+their unfinished tasks go on in later steps (`in_flight: cut`). Answers are scripted, of 10 to 400 tokens. The age of a
+delivered token is the newest weights version when its batch was finalized, less the token's version in
+`version_spans`.
 
-`python -m benchmarks.staleness [--answers 10000] [--bound 4]`. Exit code 1 if a token is older than the bound, or no
-token was older than 0, which would show nothing.
+`python -m benchmarks.staleness [--answers 10000] [--bound 4]`. The exit code is 1 if a token is older than the bound,
+or if no token is older than 0, so that the benchmark shows nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def explore(config: Config) -> None:
 
 
 def count(config: Config) -> tuple[Counter[str], Counter[int]]:
-    """Return counts of answers, and of delivered tokens by age."""
+    """Return counts of answers by kind, and {age in versions: number of delivered tokens}."""
     numbers, ages, version = Counter[str](), Counter[int](), 0
     finalizing: dict[str, int] = {}
     with trinity_es.open_log(config.store.url) as log:

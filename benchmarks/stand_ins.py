@@ -1,4 +1,4 @@
-"""Many stand-ins of vLLM servers in one process: cheap third-party engines."""
+"""Many servers in one process that imitate vLLM's API, as cheap third-party engines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trinity_es.testing import wait_until
 
 
 def model_folder(folder: Path) -> str:
-    """Return the folder of a tiny model for the stand-ins to serve."""
+    """Make a tiny model for these servers, and return its folder."""
     return str(make_tiny_model(folder / "model", seed=0))
 
 
 @contextmanager
 def stand_ins(folder: Path, model: str, count: int) -> Iterator[list[str]]:
-    """Give the URLs of `count` servers while the block runs."""
+    """Run `count` servers for this block. Yields their URLs."""
     file = folder / "urls"
     more = ["--servers", str(count), "--urls", str(file)]
     server: ServerProcess = one_stand_in(Path(model), folder / "servers.log", *more)

@@ -1,4 +1,4 @@
-"""Table of all benchmark results: each aim, how far it is reached, and what else ran during the measurement.
+"""Table of all benchmark results: each aim, whether it is reached, and the other load during the measurement.
 
 Reads the results of `make bench` (`benchmarks/results/*.json`), prints a Markdown table, and writes JSON. An aim
 without a measurement has a row, too.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compared import Row, Spread, beside_told, form_of
+from benchmarks.compared import Row, Spread, load_text, number_format
 
 AIMS = {
     "E1": "submit -> finalize of no-op tasks", "E2": "tasks and runs a second", "E3": "share of the ideal",
@@ -29,7 +29,7 @@ SOURCES = {
     "dispatch": "E1", "overhead": "E4", "log_append": "E5", "replay": "E6", "payloads": "E7", "large_batch": "E8",
     "growth": "E9", "eventsourcing_library": "E10", "weight_sync": "E11", "adaptive": "E12",
 }
-"""Default aim of each benchmark's rows."""
+"""{benchmark: id of the aim of its rows, unless a row names its own}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,20 @@ class Line:
 
     @classmethod
     def of(cls, id: str, row: Row) -> Line:
-        return cls(id, row.what.strip(), f"{spread_told(row.ours)} {row.unit}", row.other, spread_told(row.theirs),
-                   spread_told(row.ratio), row.aim_told(), verdict(row))
+        return cls(id, row.what.strip(), f"{spread_text(row.ours)} {row.unit}", row.other, spread_text(row.theirs),
+                   spread_text(row.ratio), row.aim_text(), verdict(row))
 
 
-def spread_told(spread: Spread | None) -> str:
-    """Return a figure as text, with its spread if it was measured more than once."""
+def spread_text(spread: Spread | None) -> str:
+    """Return a figure as text, with minimum and maximum if it was measured more than once."""
     if spread is None:
         return ""
-    form = form_of(spread.median)
-    return spread.told(form) if spread.times > 1 else f"{spread.median:{form}}"
+    form = number_format(spread.median)
+    return spread.as_text(form) if spread.times > 1 else f"{spread.median:{form}}"
 
 
 def verdict(row: Row) -> str:
-    """Return whether the aim is reached, or by how much it is missed."""
+    """Return as text whether a row's aim is reached, or by how much it is missed."""
     if row.aim is None:
         return ""
     judged = row.ratio if row.other else row.ours
@@ -73,13 +73,13 @@ def verdict(row: Row) -> str:
 
 
 def row_of(fields: Mapping[str, Any]) -> Row:
-    """Return a row read from JSON."""
+    """Return the row with these fields, which were read from JSON."""
     spreads = {key: None if fields.get(key) is None else Spread(**fields[key]) for key in ("ours", "theirs", "ratio")}
     return Row(**{k: v for k, v in fields.items() if k != "met"} | spreads)
 
 
 def lines(results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Return the lines of all results (by benchmark), in the order of the aims."""
+    """Return the table's lines for all results, {benchmark: result}, in the order of the aims."""
     by_aim: dict[str, list[Line]] = {id: [] for id in AIMS}
     for name, source in SOURCES.items():
         for row in map(row_of, results.get(name, {}).get("rows", ())):
@@ -88,7 +88,7 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
 
 
 def markdown(table: list[Line]) -> Iterator[str]:
-    """Yield the table, line by line."""
+    """Yield the lines of the table in Markdown."""
     yield "| | what | here | against | | here / that | aim | |"
     yield "|---|---|---|---|---|---|---|---|"
     for one in table:
@@ -96,15 +96,15 @@ def markdown(table: list[Line]) -> Iterator[str]:
                f"| {one.verdict} |")
 
 
-def measured(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield when and where each benchmark ran, what else ran meanwhile, and what it left out."""
+def context_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield lines that say when and where each benchmark ran, the other load, and the parts that it left out."""
     for name, result in results.items():
         if "beside" not in result:
             continue
         host = result["machine"]
         yield (f"- {name}: {result['date']}, commit {result['commit'] or 'unknown'}, {host['cores']} cores, "
                f"{host['memory_gb']} GB, Python {host['python']}, {host['system']}; "
-               f"{result['beside']['seconds']:,.0f} s. {beside_told(result['beside'])}")
+               f"{result['beside']['seconds']:,.0f} s. {load_text(result['beside'])}")
         for reason in result["left_out"]:
             yield f"  - left out: {reason}"
 
@@ -118,7 +118,7 @@ def main() -> int:
     results = {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
     table = lines(results)
     print("Median (least - greatest) of turns that alternate.\n")
-    for text in [*markdown(table), "", *measured(results)]:
+    for text in [*markdown(table), "", *context_lines(results)]:
         print(text)
     if options.json:
         rows = [{**row, "id": row.get("id") or SOURCES[name], "benchmark": name}

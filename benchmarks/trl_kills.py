@@ -1,23 +1,23 @@
-"""TRL's GRPOTrainer killed at random, on our engines and alone: which prompts was it trained on, and what was lost?
+"""Does TRL's GRPOTrainer, killed at random, train on the same prompts as undisturbed? With trinity_es, and alone.
 
 The trainer of examples/trl_grpo (`benchmarks.trl_recorded`) notes the rows of each generation that it trains on.
-Meanwhile the trainer, a runner, the coordinator, or all of them at once are killed (-9), seeded. They are started again
-by the example's own command or by the system itself. A killed trainer repeats the steps since its checkpoint, so only
-the last training of each step counts. The account lists:
+Meanwhile the trainer, a runner, the coordinator, or all of them at once are killed with SIGKILL, seeded. They are
+started again by the example's own command or by the system itself. A killed trainer repeats the steps since its
+checkpoint, so only the last training of each step counts. The result lists:
 
 - other prompts: steps trained on other rows than in an undisturbed run, and rows of the data set that were trained on
   more or less often than there
-- steps beyond the end: steps of a trainer that was killed after its last one
+- steps beyond the end: steps of a trainer that was killed after its last step
 - generated again: steps that were repeated with other tokens than before
 - submitted or run twice: batches and runs that are in the log more than once
 - did not start: restarts of the trainer that ended with an error
 
-`--alone` is the same trainer with TRL's own generation (its one process is killed, whatever the kind).
+`--alone` uses the same trainer with TRL's own generation; then its only process is killed each time.
 
     python -m benchmarks.trl_kills [--kills 20] [--undisturbed 5] [--seed 0] [--steps 100] [--alone] [--json FILE]
 
-It needs trl beside vLLM, `pip install trl==1.16.0`. Exit code 1 if a list has an entry, or if the killed run's reward
-is below those of all undisturbed runs.
+It needs trl beside vLLM, `pip install trl==1.16.0`. The exit code is 1 if a list has an entry, or if the killed run's
+reward is below those of all undisturbed runs.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
 
 
 class Trainee:
-    """A trainer in a folder, as a process that is killed and started again."""
+    """A trainer in a folder, and its process, which is killed and started again."""
 
     def __init__(
         self, folder: Path, overrides: list[str], settings: dict[str, Any], *, alone: bool = False,
         launch: Callable[[list[str], IO[bytes], IO[bytes]], Any] | None = None,
     ) -> None:
-        """`launch` starts what `python ARGUMENTS` runs, with these files as its output, and returns the process."""
+        """Prepare a trainer. `launch(arguments, stdout, stderr)` starts `python ARGUMENTS` and returns the process."""
         self.folder, self.alone, self.settings = folder, alone, settings
         self.launch = launch or _launch
         self.overrides = ["system.detach=true", *overrides]
@@ -69,29 +69,29 @@ class Trainee:
 
     @property
     def config(self) -> Config:
-        """Config of its system."""
+        """Config of the system that the trainer uses."""
         return load_config(EXAMPLE, [
             f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
 
     def start(self) -> None:
-        """Start it unless it runs."""
+        """Start the trainer's process."""
         given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
         with (self.folder / "trainer.log").open("ab") as log:
             self.process = self.launch(["-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)], log, log)
         self.starts += 1
 
     def step(self) -> int:
-        """Return the last step that this process ended; -1 before its first."""
+        """Return the last step that the current process finished; -1 before its first."""
         with contextlib.suppress(OSError, ValueError):
             pid, step = (self.folder / "beat").read_text().split()
             if self.process is not None and int(pid) == self.process.pid:
                 return int(step)
         return -1
 
-    def reach(self, step: int, seconds: float) -> bool:
-        """Wait until a step was ended; start the trainer again where it ended with an error. False: it is done.
+    def wait_for_step(self, step: int, seconds: float) -> bool:
+        """Wait until a step is finished, and restart a trainer that has died. Return False if the trainer is complete.
 
-        Raises RuntimeError where it does not start, TimeoutError after `seconds`.
+        Raises RuntimeError if it does not start, TimeoutError after `seconds`.
         """
         deadline, in_a_row = time.monotonic() + seconds, 0
         while self.step() < step:
@@ -113,10 +113,10 @@ class Trainee:
         return (self.folder / "trainer.log").read_text(errors="replace")[-3000:]
 
     def kill(self, kind: str) -> None:
-        """Kill one part of it, or all, with -9."""
+        """Kill the trainer, a kind of the system's processes, or all of them with SIGKILL."""
         victims: list[psutil.Process] = []
         if kind in ("trainer", "all") or self.alone:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
+            with contextlib.suppress(psutil.NoSuchProcess):  # the trainer has just ended by itself
                 victims = [psutil.Process(self.process.pid)] if self.process is not None else []
         if not self.alone and kind != "trainer":
             system = by_kind(self.config)
@@ -126,7 +126,7 @@ class Trainee:
             self.process.wait()
 
     def end(self) -> None:
-        """End all processes."""
+        """End the trainer and its system."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -141,29 +141,29 @@ def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subpr
 def kill_while_training(
     trainee: Trainee, kinds: list[str], chance: random.Random, *, seconds: float = 900.0
 ) -> list[tuple[int, str]]:
-    """Train to the end, and kill one of `kinds` after the other on the way; returns the step of each.
+    """Train to the end, and kill one of `kinds` after the other on the way. Return (step, kind) of each kill.
 
-    `seconds`: maximum of the time until the next step that is waited for.
+    `seconds`: time limit for the trainer to reach a step.
     """
     last = int(trainee.settings["max_steps"])
     steps = sorted(chance.randrange(1, last) for _ in kinds)
     killed: list[tuple[int, str]] = []
     for kind, step in zip(kinds, steps, strict=True):
-        if not trainee.reach(step - 1, seconds):
+        if not trainee.wait_for_step(step - 1, seconds):
             break
         began = time.monotonic()
-        if not trainee.reach(step, seconds):
+        if not trainee.wait_for_step(step, seconds):
             break
-        pace = min(time.monotonic() - began, 1.0)  # of a step, or of nothing where this is the second kill at one
-        time.sleep(chance.uniform(0.0, pace))  # anywhere in what comes next
+        pace = min(time.monotonic() - began, 1.0)  # a step's duration; 0 for a second kill at the same step
+        time.sleep(chance.uniform(0.0, pace))  # a random moment of the next step
         trainee.kill(kind)
         killed.append((trainee.step(), kind))
-    trainee.reach(last + 1, seconds)
+    trainee.wait_for_step(last + 1, seconds)
     return killed
 
 
-def account(trainee: Trainee, plan: dict[int, list[int]] | None) -> dict[str, Any]:
-    """Return what a run was trained on, and what is wrong with that against the plan: rows by step."""
+def training_figures(trainee: Trainee, plan: dict[int, list[int]] | None) -> dict[str, Any]:
+    """Return the figures of a run, and its deviations from `plan`, {step: rows} of an undisturbed run."""
     last = int(trainee.settings["max_steps"])
     lines = [json.loads(line) for line in (trainee.folder / "trained.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["train"]]
@@ -184,11 +184,11 @@ def account(trainee: Trainee, plan: dict[int, list[int]] | None) -> dict[str, An
         planned, had = (Counter(row for rows in of.values() for row in rows) for of in (plan, steps))
         found["rows too often"], found["rows too seldom"] = len(had - planned), len(planned - had)
     if not trainee.alone:
-        found |= _twice(trainee.config)
+        found |= _repeated_work(trainee.config)
     return {**found, "plan": steps}
 
 
-def _twice(config: Config) -> dict[str, Any]:
+def _repeated_work(config: Config) -> dict[str, Any]:
     submitted: Counter[str] = Counter()
     ran: Counter[tuple[str, int, int]] = Counter()
     with trinity_es.open_log(config.store.url) as log:
@@ -245,7 +245,7 @@ def _run(
 ) -> dict[str, Any]:
     try:
         killed = kill_while_training(trainee, kinds, chance)
-        return {**account(trainee, plan), "killed": killed}
+        return {**training_figures(trainee, plan), "killed": killed}
     finally:
         trainee.end()
 

@@ -1,9 +1,9 @@
-"""The trainer of `benchmarks.trl_kills`: examples/trl_grpo, or TRL alone, which notes what it trains on.
+"""The trainer of `benchmarks.trl_kills`: examples/trl_grpo, or TRL alone. It notes the data that it trains on.
 
     python -m benchmarks.trl_recorded FOLDER '{"alone": false, "overrides": [...], "settings": {...}}'
 
-A line of FOLDER/trained.jsonl is a generation that a step is trained on: step, rows of the data set, rewards, ids.
-FOLDER/done.json holds the eval reward of a trainer that came to its end.
+A line of FOLDER/trained.jsonl is a generation that a step trains on: step, rows of the data set, rewards, ids.
+FOLDER/done.json holds the eval reward after a complete training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAINERS: list[GRPOTrainer] = []
 
 
 class Beats(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
-    """Callback that notes the trainer's progress, so that it is killed while it trains and not during imports."""
+    """Callback that writes the trainer's progress, so that kills come during training and not during imports."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "beat"
@@ -55,7 +55,7 @@ def _with_rows(letters: Any) -> Any:
 
 
 def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
-    """Train to the end, unless killed."""
+    """Train to the end, and write the eval reward."""
     train.letters = _with_rows(train.letters)
 
     def recorded(reward: list[float | None], **columns: Any) -> list[float | None]:
@@ -69,12 +69,12 @@ def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str,
         return TRAINERS[0]
 
     train.GRPOTrainer = make
-    reward = _alone(folder, settings) if alone else train.main(folder, *overrides, **settings)
+    reward = _train_alone(folder, settings) if alone else train.main(folder, *overrides, **settings)
     (folder / "done.json").write_text(json.dumps({"reward": reward}))
 
 
-def _alone(folder: Path, settings: dict[str, Any]) -> float:
-    """Train with TRL's own generation, as in its documentation."""
+def _train_alone(folder: Path, settings: dict[str, Any]) -> float:
+    """Train with TRL's own generation, as TRL's documentation shows, and return the eval reward."""
     torch.set_num_threads(1)
     if not (folder / "model" / "model.safetensors").is_file():
         make_tiny_model(folder / "model")

@@ -3,7 +3,7 @@
     python -m benchmarks.two_checkouts OLD_CHECKOUT NEW_CHECKOUT [--durability power|process]
 
 Each checkout has its own `.venv` and its own system of `benchmarks.dispatch`. Prints the milliseconds from submit to
-finalize, and the median ratio of the pairs: over 1 if the second checkout is faster.
+finalize, and the median ratio of the pairs, which is above 1 if the second checkout is faster.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 ROUNDS = {1: 180, 8: 180, 64: 120, 256: 90, 1024: 50}
-"""Number of pairs, by the number of tasks in a batch."""
+"""{number of tasks in a batch: number of pairs}."""
 CHILD = """
 import sys
 from benchmarks.dispatch import Bench
@@ -29,7 +29,7 @@ with Bench(8, sys.argv[1], [{"name": "grpo"}]) as bench:
 
 
 class Checkout:
-    """Process that measures a batch on request."""
+    """Process that plays batches on request with the code of a checkout."""
 
     def __init__(self, folder: str, durability: str) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

@@ -1,14 +1,14 @@
-"""What does a change of weights cost a busy engine? The time without tokens, compared with vLLM's reload alone.
+"""How long does a change of weights stop a busy engine, compared with vLLM's reload alone?
 
-There is one system with a real vLLM engine of a tiny model, and then one with a more realistic model of 134 million
+It starts a system with a real vLLM engine of a tiny model, and then one with a more realistic model of 134 million
 weights. Two cases alternate: `sync_weights` of a checkpoint during 64 requests, timed from the end of the last step
 before the change until the requests go on; and the same on an idle engine, timed as vLLM's own `reload_weights` only.
-The first step afterwards is reported, too: the KV cache is of the old weights, so vLLM prefills as many requests as fit
-into one step.
+The first step after the change is reported, too: the KV cache belongs to the old weights, so vLLM prefills as many
+requests as fit into one step.
 
-It checks that each request has all its tokens, the first ones from the old version and the others from the new one, so
+It checks that each request has all its tokens, the first from the old version and the others from the new version, so
 that all were in flight (a batch for which the machine was too slow or too fast is repeated and counted), and that no
-step ends while the weights change. It also prints where the time goes.
+step ends while the weights change. It also prints the duration of each call.
 
 `python -m benchmarks.weight_sync [--json FILE] [--quick] [--repeats N]`.
 """
@@ -36,9 +36,9 @@ from trinity_es.system import lifecycle
 
 REQUESTS = 64
 BEFORE = 20
-"""Steps with all requests before the weights change."""
+"""Number of steps with all requests in flight before the weights change."""
 PATIENCE = 30.0
-"""Time limit for these steps; if the requests are not in flight together by then, the change is tried again."""
+"""Time limit for these steps; if not all requests are in flight by then, the batch is repeated."""
 TRIES = 10
 AIM = 1.2
 
@@ -49,9 +49,9 @@ class Size:
 
     name: str
     enlarged: tuple[int, int] | None
-    """Hidden size and layers; None: the tiny model as it is made."""
+    """Hidden size and layers; None: the tiny model as it is."""
     tokens: int
-    """Tokens of each request; there is room for 256 with the prompt."""
+    """Tokens of each answer; with the prompt at most 256."""
     repeats: int
 
 
@@ -68,15 +68,15 @@ class WatchedEngine(VLLMEngine):
 
     async def start(self) -> None:
         self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
-        self.on_load = self.stepped
+        self.on_load = self.note_step
         await super().start()
         for name in ("pause_generation", "collective_rpc", "resume_generation"):
-            setattr(self._llm, name, self.watched(name, getattr(self._llm, name)))
+            setattr(self._llm, name, self.with_notes(name, getattr(self._llm, name)))
 
-    def stepped(self, load: EngineLoad) -> None:
+    def note_step(self, load: EngineLoad) -> None:
         self.notes.write(f"step {time.monotonic()} {load.running}\n")
 
-    def watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def with_notes(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)  # for callers that inspect the signature
         async def watch(*args: Any, **kwargs: Any) -> Any:
             began = time.monotonic()
@@ -93,13 +93,13 @@ class Change:
     """Durations of one change of weights in the engine, in seconds."""
 
     silent: float
-    """Time from the end of the last step before it until requests go on."""
+    """From the end of the last step before the change until the requests go on."""
     first: float
-    """First step after it, which prefills as many requests as fit into it."""
+    """First step after the change, which prefills as many requests as fit into it."""
     calls: dict[str, float]
-    """Duration of each call."""
+    """{call of vLLM: its duration}."""
     step: float
-    """Median step before the change."""
+    """Median of the steps before the change."""
 
     @classmethod
     def of(cls, notes: list[list[str]]) -> Change:
@@ -156,43 +156,43 @@ class Bench:
         self.client.wait_ready()
         self.version = self.batch = 0
         self.changes: list[Change] = []
-        """Changes under load."""
+        """Changes of weights under load."""
         self.missed = 0
-        """Batches that ended too soon."""
+        """Number of batches in which a request ended too soon."""
 
-    def noted(self) -> list[list[str]]:
-        """Return the engine's new lines since the last call."""
+    def new_notes(self) -> list[list[str]]:
+        """Return the lines of the engine's notes after the first `seen`, split into words."""
         return [line.split() for line in self.notes.read_text().splitlines()[self.seen :]]
 
     def sync(self) -> None:
         self.version += 1
         self.client.sync_weights(self.version, self.models[self.version % 2])
 
-    def change(self) -> Change:
-        """Return the change that was just made."""
-        notes = self.noted()
+    def last_change(self) -> Change:
+        """Return the durations of the last change, from the engine's new notes."""
+        notes = self.new_notes()
         self.seen += len(notes)
         return Change.of(notes)
 
-    def alone(self) -> float:
-        """Return the seconds of vLLM's reload without requests."""
-        self.seen += len(self.noted())
+    def change_idle(self) -> float:
+        """Change the weights of the idle engine, and return the seconds of vLLM's reload."""
+        self.seen += len(self.new_notes())
         self.sync()
-        return self.change().calls["reload_weights"]
+        return self.last_change().calls["reload_weights"]
 
-    def busy(self) -> float:
-        """Return the seconds without a token while requests are in flight."""
+    def change_busy(self) -> float:
+        """Change the weights while all requests are in flight, and return the seconds without a token."""
         for _ in range(TRIES):
             if self.change_in_flight():
-                self.changes.append(self.change())
+                self.changes.append(self.last_change())
                 return self.changes[-1].silent
             self.missed += 1
         raise AssertionError("the requests were over each time before the weights had changed")
 
     def change_in_flight(self) -> bool:
-        """Change the weights during a batch. Return True if all of its requests were in flight meanwhile."""
+        """Change the weights during a batch. Return whether all of its requests were in flight at the change."""
         self.batch += 1
-        self.seen += len(self.noted())
+        self.seen += len(self.new_notes())
         tasks = [
             trinity_es.Task(
                 workflow="single_turn", raw_task={"prompt": f"{self.batch}:{i}="},
@@ -203,7 +203,7 @@ class Bench:
         self.client.submit_batch(batch_id=self.batch, tasks=tasks, batch_type="train")
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
-            if sum(line[0] == "step" and line[2] == str(REQUESTS) for line in self.noted()) >= BEFORE:
+            if sum(line[0] == "step" and line[2] == str(REQUESTS) for line in self.new_notes()) >= BEFORE:
                 break
             time.sleep(0.005)
         self.sync()
@@ -218,14 +218,14 @@ class Bench:
         return all(some == both for some in versions)
 
 
-def measured(size: Size, repeats: int) -> tuple[list[Row], str]:
-    """Return a model's rows, and a note on repeated batches."""
+def measure(size: Size, repeats: int) -> tuple[list[Row], str]:
+    """Measure a model, and return its rows and a note on repeated batches."""
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder, ExitStack() as stack:
         bench = Bench(Path(folder), stack, size)
-        bench.alone()
-        bench.busy()
+        bench.change_idle()
+        bench.change_busy()
         bench.changes.clear()  # the first of each warms up
-        figures = alternate({"busy": bench.busy, "alone": bench.alone}, repeats)
+        figures = alternate({"busy": bench.change_busy, "alone": bench.change_idle}, repeats)
         changes = bench.changes
     busy, alone = ([1e3 * s for s in figures[name]] for name in ("busy", "alone"))
     what = f"{size.name}, {REQUESTS} requests in flight: no token for"
@@ -242,7 +242,7 @@ def main() -> int:
         ("--repeats", {"type": int, "help": f"default {', '.join(str(s.repeats) for s in SIZES)} of each model"}),
     ])
     watch = Watch()
-    results = [measured(size, 2 if options.quick else options.repeats or size.repeats) for size in SIZES]
+    results = [measure(size, 2 if options.quick else options.repeats or size.repeats) for size in SIZES]
     rows, left_out = [row for some, _ in results for row in some], [what for _, what in results if what]
     return report("weights that change under load", rows, watch, left_out, options.json)
 

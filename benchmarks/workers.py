@@ -1,16 +1,16 @@
 """How fast do the processes of sync workflows start, and how much memory do they use?
 
 Compares a runner's `WorkerPool` with the usual alternative, a `ProcessPoolExecutor` that spawns, without warm-up. Both
-play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch of n needs n
-processes. The workflows import numpy; torch as well; and the same beside vLLM, where a runner imports torch for its
-workers while the engine loads. Measured are:
+play the same tasks in turn. Each task notes its process and waits for the others, so a batch of n needs n processes.
+The workflows import numpy; numpy and torch; and the same beside vLLM, where a runner imports torch for its workers
+while the engine loads. It measures:
 
-- cold: from the first task of a new pool without processes to the end of the last one, for 2, 16 and 64;
-- the part of it after the first start (the import of the workflow's module), which does not count for attempts;
-- memory: PSS of all 64 together (and of the templates that they are forked from);
-- replacement: from the death of an idle process to the end of the next task in another one.
+- cold: from the first task of a new pool without processes to the end of the last task, for 2, 16 and 64 tasks;
+- the part of it that counts as the attempt's time, which excludes the first import of the workflow's module;
+- memory: PSS of all processes together, and of the templates that they are forked from;
+- replacement: from the death of an idle process to the end of the next task in another process.
 
-`python -m benchmarks.workers [--json FILE] [--quick]`. Ratios compare the two on the same machine at the same time.
+`python -m benchmarks.workers [--json FILE] [--quick]`. Ratios compare both pools on the same machine at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.compared import Spread, Watch, about, beside_told, options_of, write_json
+from benchmarks.compared import Spread, Watch, about, load_text, options_of, write_json
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -37,13 +37,13 @@ from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 
 MODULES = {"numpy": "import numpy", "torch": "import numpy, torch", "torch beside vLLM": "import numpy, torch"}
-"""Modules that a workflow imports."""
+"""{case: imports of its workflow}."""
 WARMED = {"torch beside vLLM": ["torch:Tensor"]}
-"""Modules imported before the first task; without any, no process starts before it."""
+"""{case: modules imported before the first task}; in other cases no process starts before the first task."""
 COUNTS = {2: 5, 16: 3, 64: 2}
-"""Numbers of workers, and the repeats of each."""
+"""{number of workers: number of repeats}."""
 SPAWNED_MOST = {"numpy": 64, "torch": 16, "torch beside vLLM": 0}
-"""Maximum number of spawned processes: 64 that import torch take minutes on two cores, and 11 GB."""
+"""{case: maximum number of spawned processes}: 64 that import torch take minutes on two cores, and 11 GB."""
 
 _MODULE = """
 import os, time
@@ -74,7 +74,7 @@ def megabytes(pids: list[int]) -> float:
 
 
 class Here:
-    """The runner's own pool."""
+    """Pool of a runner, `WorkerPool`."""
 
     def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
         self.pool, self.warm = WorkerPool(places), warm
@@ -86,7 +86,7 @@ class Here:
             await self.pool.warm(self.warm)
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
-        """Play tasks; return their processes, and the seconds that count for the attempt."""
+        """Play `count` tasks, and return the pids of their processes and the seconds that count for the attempt."""
         task = Task(workflow=f"{self.module}:Meets", workflow_args={"folder": str(folder), "count": count}, task_id=1)
         done = await self.workflows.execute(task, 1, range(count))
         assert not done.failures, done.failures[0]
@@ -101,7 +101,7 @@ class Here:
 
 
 class Spawned:
-    """ProcessPoolExecutor that spawns, which users would take instead."""
+    """Pool that users might take instead: a ProcessPoolExecutor that spawns."""
 
     def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
         context = multiprocessing.get_context("spawn")
@@ -124,10 +124,10 @@ class Spawned:
         await asyncio.to_thread(self.pool.shutdown)
 
 
-async def cold(
+async def measure_cold(
     kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, warm: Sequence[str]
 ) -> dict[str, float]:
-    """Play a new pool's first `count` tasks."""
+    """Play the first `count` tasks of a new pool, and return seconds and memory."""
     pool = kind(module, count, warm)
     try:
         await pool.ready()
@@ -141,25 +141,25 @@ async def cold(
         await pool.close()
 
 
-async def replaced(module: str, folder: Path, rounds: int) -> list[float]:
-    """Return the seconds from the death of the only worker to the end of the next task; a spawned pool would break."""
+async def measure_replacement(module: str, folder: Path, rounds: int) -> list[float]:
+    """Return the seconds from a worker's death to the end of the next task. (A spawned pool breaks when one dies.)"""
     pool = Here(module, 2)
     found = []
     try:
-        [pid], _ = await pool.play(_fresh(folder), 1)
+        [pid], _ = await pool.play(_new_folder(folder), 1)
         for _ in range(rounds):
             os.kill(pid, signal.SIGKILL)
             while psutil.pid_exists(pid):
                 await asyncio.sleep(0.001)
             started = time.perf_counter()
-            [pid], _ = await pool.play(_fresh(folder), 1)
+            [pid], _ = await pool.play(_new_folder(folder), 1)
             found.append(time.perf_counter() - started)
     finally:
         await pool.close()
     return found
 
 
-def _fresh(folder: Path) -> Path:
+def _new_folder(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder))
 
 
@@ -177,9 +177,9 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                 kinds: list[type[Here] | type[Spawned]] = [Here, Spawned] if number % 2 else [Spawned, Here]
                 for kind in kinds:
                     if kind is Here:
-                        here.append(await cold(kind, module, count, _fresh(folder), warm))
+                        here.append(await measure_cold(kind, module, count, _new_folder(folder), warm))
                     elif count <= (2 if quick else SPAWNED_MOST[name]):
-                        spawned.append(await cold(kind, module, count, _fresh(folder), warm))
+                        spawned.append(await measure_cold(kind, module, count, _new_folder(folder), warm))
             row = {
                 "here_s": Spread.of([h["seconds"] for h in here]),
                 "counted_s": Spread.of([h["counted"] for h in here]),
@@ -192,8 +192,8 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                 row["ratio"] = Spread.of([h["seconds"] / s["seconds"] for h, s in zip(here, spawned, strict=True)])
             figures[name]["cold"][count] = row
             show(count, row)
-        found = figures[name]["replaced_s"] = Spread.of(await replaced(module, folder, 5 if quick else 20))
-        print(f"  a killed one replaced within {found.told('.3f')} s", flush=True)
+        found = figures[name]["replaced_s"] = Spread.of(await measure_replacement(module, folder, 5 if quick else 20))
+        print(f"  a killed one replaced within {found.as_text('.3f')} s", flush=True)
     return figures
 
 
@@ -204,13 +204,13 @@ def main() -> int:
         sys.path.insert(0, folder)
         measured = asyncio.run(measure(Path(folder), options.quick))
     figures = about(watch) | measured
-    print(f"  checked: each task had a process of its own. {beside_told(figures['beside'])}")
+    print(f"  checked: each task had a process of its own. {load_text(figures['beside'])}")
     write_json(options.json, figures)
     return 0
 
 
 def show(count: int, row: dict[str, Spread]) -> None:
-    told = {name: spread.told(".0f" if name.endswith("mb") else ".2f") for name, spread in row.items()}
+    told = {name: spread.as_text(".0f" if name.endswith("mb") else ".2f") for name, spread in row.items()}
     print(f"  {count:>2} cold   here {told['here_s']} s, counted {told['counted_s']} s; "
           f"PSS {told['here_mb']} MB, templates {told['templates_mb']} MB", flush=True)
     if "ratio" in row:

@@ -101,7 +101,7 @@ BREAKS = (
           "main/test_deaths.py::test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again"),
     Break(4, "The keeper sees the guardian die and does not start the system again.",
           "trinity_es/system/keeper_start.py",
-          'new_admin = _start_again(config, admin, request["keeper"], claims_of(request["claims"]))',
+          'new_admin = _start_with_retries(config, admin, request["keeper"], claims_of(request["claims"]))',
           "new_admin = None",
           "main/test_deaths.py::test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_"
           "answer[guardian]"),

@@ -1,4 +1,4 @@
-"""`python -m trinity_es`: the command `trinity-es` when it is not on the path."""
+"""`python -m trinity_es` runs the command `trinity-es`, also if that is not on the PATH."""
 
 from trinity_es.cli import main
 

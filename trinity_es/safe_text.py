@@ -42,7 +42,7 @@ _PRINTABLE, _PRINTABLE_LINES = _Printable(), _Printable({9: "\t", 10: "\n"})
 def plain(text: object, width: int | None = None, *, lines: bool = False) -> str:
     """Return the text as one line of printable characters, at most `width` long; `lines` keeps line breaks and tabs.
 
-    Only the first `width` characters are looked at, so a long text costs no more than what is shown of it.
+    Only the first `width` characters are processed, so a long text costs no more than a short one.
     """
     full_text = str(text)
     line = full_text[:width].translate(_PRINTABLE_LINES if lines else _PRINTABLE)
@@ -52,7 +52,7 @@ def plain(text: object, width: int | None = None, *, lines: bool = False) -> str
 
 
 def error_line(text: object, width: int) -> str:
-    """Return an error's text as `plain` does; of a traceback only the message and the last frame."""
+    """Return an error's text as one printable line; a traceback is cut to its message and last frame."""
     message, frame = split_error(str(text))
     frame = plain(f" {frame}" if frame else "", 100)
     return plain(message, max(1, width - len(frame))) + frame
@@ -66,12 +66,12 @@ def harmless_json(document: bytes) -> bytes:
 
 
 def name_of(batch_id: BatchId) -> str:
-    """Return a batch's name as a command line takes it: 12 for the number, '12' in quotes for the text."""
+    """Return a batch id as commands take it: 12 for the number 12, '12' with its quotes for the text "12"."""
     return plain(batch_stream(batch_id).removeprefix("batch/"))
 
 
 def batch_named(log: Log, name: str) -> BatchId | None:
-    """Return the id of the batch with this name, written by `name_of` or typed; None if there is no such batch.
+    """Return the id of the batch that a user typed or `name_of` wrote; None if there is no such batch.
 
     3 is the number if there is a batch 3, else the text. '3' and 003 are always the text.
     """
@@ -89,7 +89,7 @@ def batch_named(log: Log, name: str) -> BatchId | None:
 
 
 def clock(seconds: float, *, date: bool = False) -> str:
-    """Return a moment in local time with its offset, in milliseconds, or with `date` in seconds."""
+    """Return the local time of day with UTC offset, to the millisecond; with `date`, date and time to the second."""
     return local_time(seconds, sep=" ") if date else local_time(seconds, "milliseconds").partition("T")[2]
 
 
@@ -105,13 +105,13 @@ def does(runner: Mapping[str, Any]) -> str:
 
 
 def devices(places: Mapping[str, int]) -> str:
-    """Return a host's devices in words: `8 gpus, 64 cores`."""
+    """Return the devices of a host, {device: count}, in words: `8 gpus, 64 cores`."""
     return ", ".join(f"{count} {device if count != 1 else device.removesuffix('s')}"
                      for device, count in sorted(places.items(), reverse=True) if count)
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return a curve of block characters, scaled from minimum to maximum; above `width` values it shows group means."""
+    """Return the values as a curve of at most `width` block characters, scaled from minimum to maximum."""
     if not values:
         return ""
     group_size = max(1, -(-len(values) // width))  # rounded up
@@ -132,13 +132,13 @@ def event_line(recorded: Recorded) -> str:
 
 
 def place_of(recorded: Recorded) -> dict[str, Any]:
-    """Return an event's position, time, stream and type, as plain JSON."""
+    """Return the position, time, stream and type of an event as plain JSON."""
     return {"position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
             "type": recorded.type}
 
 
 def event_document(recorded: Recorded) -> bytes:
-    """Return an event as one line of JSON: its place in the log, its fields as written, its hash."""
+    """Return an event as one line of JSON: position, stream and version, type, fields as stored, and hash."""
     return harmless_json(orjson.dumps({
         "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
         "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
@@ -147,7 +147,7 @@ def event_document(recorded: Recorded) -> bytes:
 
 
 def summary(event: ev.Event) -> str:
-    """Return the main content of an event as one line; empty for a type that has none."""
+    """Return the main content of an event as one line; "" for types that have no summary."""
     match event:
         case ev.SystemConfigured():
             return f"project {event.config.get('project')}, name {event.config.get('name')}"
@@ -296,6 +296,6 @@ def shown(text: object) -> str:
 
 
 def cut(text: object, length: int) -> tuple[str, int]:
-    """Return the first `length` characters as `shown` returns them, and the number of characters left out."""
+    """Return the first `length` characters, escaped by `shown`, and the number of characters left out."""
     full_text = str(text)
     return shown(full_text[:length]), max(0, len(full_text) - length)

@@ -74,7 +74,7 @@ _SCRIPT: dict[str, Any] = {
 
 
 def _check_times(values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a duration of the script that is no number from 0 on."""
+    """Raise ConfigError if a duration of the script is not a finite number of at least 0."""
     for name in ("load_seconds", "latency_seconds", "token_seconds"):
         value = values.get(name, 0.0)
         numbers = value if isinstance(value, list) and len(value) == 2 and name == "latency_seconds" else [value]
@@ -151,7 +151,7 @@ class ScriptedEngine:
         return answers
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
-        """Return the new part of each answer so far; see `KeepsProgress`."""
+        """Return the tokens generated so far of each answer of an open request, from `start[i]` on for answer i."""
         if request not in self._open_requests:
             return {}
         started_at, token_seconds, version, answers = self._open_requests[request]
@@ -170,7 +170,7 @@ class ScriptedEngine:
         return self.tokenizer.decode(token_ids)
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield the answer token by token, at least one part; a character of several bytes comes with its last one."""
+        """Yield the answer token by token, or one empty part. A multi-byte character comes with its last token."""
         [answer], token_seconds = await self._play(prompt, replace(sampling, n=1))
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         count = len(answer.token_ids)
@@ -189,7 +189,7 @@ class ScriptedEngine:
             )
 
     async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
-        """Wait for the script's latency, or act out its fault; return the answers and the seconds for each token."""
+        """Wait for the script's latency or act out its fault; return the answers and the seconds per token."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         adapter = self._adapter(sampling.adapter)
@@ -249,7 +249,7 @@ class ScriptedEngine:
         )
 
     def _top_logprobs(self, tokens: list[int], sampling: Sampling) -> list[list[tuple[int, float]]]:
-        """Return for each position the token itself with logprob 0, and tokens from 1 on with -9, as many as asked."""
+        """Return for each position the token itself with logprob 0, then tokens 1, 2, ... with -9."""
         return [
             [(t, 0.0), *((other, -9.0) for other in range(1, sampling.top_logprobs + 1) if other != t)]
             [: sampling.top_logprobs] for t in tokens
@@ -279,7 +279,7 @@ class ScriptedEngine:
 
 
 def sampled(seed: int, size: int) -> tuple[Array, Array]:
-    """Return `size` random tokens and logprobs for the second half of them; equal seeds give equal ones."""
+    """Return `size` random tokens and logprobs for the second half of them; equal seeds give equal results."""
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 151_643, size, dtype=np.int32)
     return tokens, -random.exponential(0.4, size - size // 2).astype(np.float32)

@@ -1,8 +1,8 @@
-"""Add to this process's wall clock what a file says, so that a test can step it without touching the machine's.
+"""Add an offset from a file to this process's wall clock, so that a test can step the clock of its processes alone.
 
 Python imports this module at the start of every process that has this folder in PYTHONPATH. The file that
-STEPPED_CLOCK names holds one double, the seconds to add; it is mapped, so a step is seen at once by every process.
-`time.time` and `time.time_ns` are stepped, as code reads them; monotonic clocks are not, as on a real machine.
+STEPPED_CLOCK names holds one double, the seconds to add. It is mapped, so every process sees a step at once. Only
+`time.time` and `time.time_ns` have the offset; monotonic clocks have none, as on a real machine.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Make a tiny model if there is none yet, and train it on a config beside this file.
+"""Make a tiny model unless it exists, and train it on a config beside this file.
 
     python -m examples.environments verifiers [--set key=value ...]
     python -m examples.environments openenv [--set key=value ...]

@@ -1,4 +1,4 @@
-"""The user's turn for observations of examples/environments/openenv_server.py, named in openenv.yaml."""
+"""User message for observations of examples/environments/openenv_server.py; openenv.yaml names this function."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["question"]
 
 
 def question(observation: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return only the question: a tiny model reads no JSON."""
+    """Return only the observation's question, since a tiny model can't read JSON."""
     return str(observation["question"])

@@ -1,4 +1,4 @@
-"""An OpenEnv server that a tiny model can learn from: two letters, each to be answered with itself, sixteen times.
+"""An OpenEnv server for a tiny model: it asks two letters, and the right answer repeats the letter sixteen times.
 
 It runs in its own Python, since OpenEnv and the engines need different packages:
 
@@ -42,7 +42,7 @@ class Letters(Environment[Answer, Question, State]):
         return Question(question=f"{self.letters[0]}=")
 
     def step(self, action: Answer, timeout_s: float | None = None, **more: Any) -> Question:
-        """Reward the share of the first characters that are the letter; the sum over all turns is at most 1."""
+        """Reward the share of the first 16 characters that are the letter; over all turns at most 1."""
         reward = action.answer[:LENGTH].count(self.letters[self.turn]) / LENGTH / TURNS
         self.turn += 1
         over = self.turn == TURNS

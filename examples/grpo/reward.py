@@ -10,6 +10,6 @@ LENGTH = 8
 def letter_share(response: str, truth: str, prompt: str | None = None, length: int = LENGTH) -> float:
     """Return the share of the first `length` characters of the response that are the right letter, from 0 to 1.
 
-    A shorter response has the missing characters wrong.
+    Missing characters of a shorter response count as wrong.
     """
     return response[:length].count(truth) / length

@@ -1,7 +1,7 @@
-"""A language model small enough to learn something in minutes on two CPU cores, and to be made in a second.
+"""A language model that learns a task in minutes on two CPU cores, and is made in a second.
 
-A Qwen2 with 2 layers, hidden size 128 and 0.4 million random weights, a byte-level tokenizer (a token a byte) and a
-chat template: a folder in Hugging Face format, as any engine and trainer takes it. Nothing is downloaded.
+It is a Qwen2 with 2 layers, hidden size 128 and 0.4 million random weights, a byte-level tokenizer (one token per byte)
+and a chat template, in a folder in Hugging Face format. Nothing is downloaded.
 
     python -m examples.grpo.tiny_model runs/tiny
 """
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(directory: str | Path, seed: int = 0) -> Path:
-    """Write the model and its tokenizer to `directory` (made if missing) and return it. Same seed, same weights."""
+    """Write the model and its tokenizer to `directory`, and return it. The same seed gives the same weights."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

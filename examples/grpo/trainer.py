@@ -1,8 +1,8 @@
 """A minimal GRPO trainer in plain torch.
 
-It gets experiences with their advantages (from the pipeline's `grpo` operator), makes one step of a clipped policy
-gradient on them, and writes its weights as a folder that an engine loads. It runs on one CPU thread; a real trainer
-shards this over GPUs and has the same methods.
+It gets experiences with advantages (from the pipeline's `grpo` operator), makes one step of a clipped policy gradient
+on them, and writes its weights as a folder that an engine loads. It runs on one CPU thread. A real trainer has the
+same methods and shards the work over GPUs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trinity_es import ExperienceColumns
 __all__ = ["GRPOTrainer"]
 
 STATE = "trainer.pt"
-"""File beside the weights with optimizer, steps and random state, so that a run resumes as if never interrupted."""
+"""File beside the weights with optimizer, steps and random state, so that a run resumes exactly."""
 
 
 class GRPOTrainer:
-    """Trainer of the model at `model_path`; it resumes if that is a folder that `save` wrote.
+    """Trainer of the model at `model_path`; it resumes if `save` wrote this folder.
 
-    `lr` for AdamW; `clip` is epsilon of the clipped ratio; `entropy` the weight of the entropy bonus, 0 for none;
-    `max_grad_norm` the maximum norm of the gradient; `temperature` that of the rollouts, since the engine's logprobs
-    are those after temperature.
+    `lr`: learning rate of AdamW; `clip`: epsilon of the clipped ratio; `entropy`: weight of the entropy bonus, 0 for
+    none; `max_grad_norm`: maximum norm of the gradient; `temperature`: the rollouts' temperature, since the engine's
+    logprobs include it.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class GRPOTrainer:
             self.load(model_path)
 
     def load(self, path: str) -> None:
-        """Restore everything but the weights from the folder `path`, which `save` wrote."""
+        """Restore optimizer, steps and random state from the folder `path`, which `save` wrote."""
         state = torch.load(Path(path) / STATE, weights_only=True)
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         torch.set_rng_state(state["random"])
 
     def step(self, experiences: ExperienceColumns) -> dict[str, float]:
-        """Make one update on one batch; return its metrics.
+        """Make one update on one batch, and return its metrics.
 
         Loss: the clipped surrogate of PPO (Schulman et al. 2017, eq. 7) with GRPO's advantages (Shao et al. 2024),
         - mean over response tokens of min(r A, clip(r, 1 - eps, 1 + eps) A) + entropy weight * entropy,
@@ -86,8 +86,8 @@ class GRPOTrainer:
         ratio = torch.exp(logprobs - old)
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         tokens = mask.sum().clamp(min=1)
-        # A group whose runs all fail alike has no advantage, so nothing would lead out of a wrong answer that became
-        # certain. The entropy bonus keeps the others possible (Schulman et al. 2017, eq. 9).
+        # A group whose runs all fail has no advantage, so a wrong answer that became certain would never change. The
+        # entropy bonus keeps other answers possible (Schulman et al. 2017, eq. 9).
         objective = torch.minimum(ratio * advantages, clipped * advantages) + self.entropy * entropy
         loss = -(objective * mask).sum() / tokens
 
@@ -102,7 +102,7 @@ class GRPOTrainer:
             return {
                 "loss": float(loss),
                 "grad_norm": float(norm),
-                # Both are 0 where the engine has the trainer's own weights: the check on the whole way round.
+                # The next two are 0 if the engine has the trainer's weights: a check of the whole system.
                 "max_logprob_difference": float(((logprobs - old).abs() * mask).max()),
                 "clip_fraction": float((((ratio - 1).abs() > self.clip) * mask).sum() / tokens),
                 "entropy": float((entropy * mask).sum() / tokens),
@@ -116,9 +116,8 @@ class GRPOTrainer:
         return self._logprobs_and_entropy(experiences.padded().to_torch()["tokens"])[0]
 
     def _logprobs_and_entropy(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprob of each token but the first, and the entropy of the distribution that it was drawn from.
-        """
-        # Padding is on the right, where a causal model can't see it: it needs no attention mask.
+        """Return the logprob of each token but the first, and the entropy of the distribution at its position."""
+        # Padding is on the right, where a causal model can't see it, so no attention mask is needed.
         logits = self.model(input_ids=tokens).logits[:, :-1].float() / self.temperature
         of_all = torch.log_softmax(logits, dim=-1)
         of_next = of_all.gather(-1, tokens[:, 1:, None].long())[..., 0]
@@ -129,7 +128,7 @@ class GRPOTrainer:
         return dict(self.model.state_dict())
 
     def save(self, path: str) -> None:
-        """Write weights, tokenizer and state to the folder `path`, all or nothing; replaces what is there."""
+        """Write weights, tokenizer and state to the folder `path`, all or nothing. Replaces an existing folder."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in target.parent.glob(f".{target.name}.*"):  # of a save that was killed
@@ -151,7 +150,7 @@ class GRPOTrainer:
 
 
 def _sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk, so that they survive a power failure."""
+    """Sync a file, or a folder's list of names, to disk, so that it survives a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Make a tiny model that can call a tool, and its tasks, if there are none yet, and train it on `config.yaml`.
+"""Make a tiny model that can call a tool, and its tasks, unless they exist, and train it on `config.yaml`.
 
     python -m examples.openai_agent [--set key=value ...]
 """

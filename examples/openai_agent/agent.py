@@ -1,4 +1,4 @@
-"""An agent on the OpenAI SDK, with a tool: asked how many there are of something, it may count them before it answers.
+"""An agent on the OpenAI SDK that answers how many of an item there are, and may call a tool to count them first.
 
 This file does not depend on trinity_es: it uses the server in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
@@ -23,7 +23,7 @@ COUNT: Any = {
 
 
 def count(shelf: Mapping[str, str], arguments: str) -> str:
-    """Return the number of the item in the arguments, a JSON text; or an error message."""
+    """Return the number of the item that the arguments (JSON text) name, or an error message."""
     try:
         return shelf[json.loads(arguments)["item"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -31,7 +31,7 @@ def count(shelf: Mapping[str, str], arguments: str) -> str:
 
 
 def answer(question: str, shelf: Mapping[str, str], model: str = "gpt-5-mini", turns: int = 4) -> str:
-    """Return the model's answer, which may call `count` first; "" if it still calls after `turns` turns."""
+    """Return the model's answer; the model may call `count` first. Return "" if it still calls after `turns` turns."""
     client = OpenAI()
     messages: list[Any] = [{"role": "user", "content": question}]
     for _ in range(turns):

@@ -1,7 +1,7 @@
-"""A tiny model that knows the form of a tool call, but not yet that calling is better than guessing.
+"""A tiny model that knows the form of a tool call, but not yet that a call is better than a guess.
 
-The model of examples/grpo is pretrained for up to half a minute on one core: asked "How many plums?", it calls the tool
-`count` about every other time, and guesses otherwise. Nothing is downloaded.
+The model of examples/grpo is pretrained for up to half a minute on one core. To "How many plums?" it answers with a
+call of the tool `count` about every other time, and with a guess otherwise. Nothing is downloaded.
 
     python -m examples.openai_agent.tiny_model runs/openai_agent
 """
@@ -28,18 +28,18 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Template whose calls have Hermes' form, which vLLM's parser `hermes` reads. It omits `tools`, since the model was
-pretrained with its one tool; a template for a larger model shows them.
+"""Template with calls in Hermes' form, which vLLM's parser `hermes` reads. It omits `tools`, since the model is
+pretrained with its only tool; a template for a larger model shows them.
 """
 
 
 def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
-    """Write the taught model and its tokenizer to the new folder `directory`; returns it. Same seed, same weights."""
+    """Pretrain a model into the new folder `directory`, which is returned. The same seed gives the same weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(directory)
-    half = make_tiny_model(path.with_name(f".{path.name}.half"), seed)  # renamed once it is taught
+    half = make_tiny_model(path.with_name(f".{path.name}.half"), seed)  # renamed after the training
     tokenizer = AutoTokenizer.from_pretrained(half)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # not special: the parser has to see them
@@ -55,7 +55,7 @@ def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
         rows = tokenizer(lessons, return_tensors="pt", padding=True, add_special_tokens=False)
         begun, ended = ((rows.input_ids == mark).cumsum(1) for mark in (assistant, end))
         labels = rows.input_ids.clone()
-        labels[:, 1:][(begun == ended)[:, :-1]] = -100  # learn neither other messages nor padding
+        labels[:, 1:][(begun == ended)[:, :-1]] = -100  # no loss on other messages and padding
         optimizer.param_groups[0]["lr"] = 5e-3 * min(1, (step + 1) / 30, (steps - step) / 100)
         optimizer.zero_grad()
         model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=labels).loss.backward()
@@ -66,7 +66,7 @@ def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
 
 
 def _lesson(dice: random.Random) -> list[dict[str, Any]]:
-    """Return a conversation whose answer is the tool's result, or, in half of them, a guess."""
+    """Return a conversation whose answer is, with equal chance, the tool's result or a guess."""
     item, number = dice.choice(ITEMS), dice.choice(NUMBERS)
     question, answer = {"role": "user", "content": f"How many {item}?"}, {"role": "assistant", "content": number}
     if dice.random() < 0.5:
@@ -76,7 +76,7 @@ def _lesson(dice: random.Random) -> list[dict[str, Any]]:
 
 
 def write_tasks(directory: str | Path, train_rows: int = 512, eval_rows: int = 32, seed: int = 0) -> Path:
-    """Write `train.jsonl` and `eval.jsonl` to `directory` and return it: rows of a question, a shelf and its answer."""
+    """Write `train.jsonl` and `eval.jsonl` to `directory`, and return it. A row has a question, answer and shelf."""
     path, dice = Path(directory), random.Random(seed)
     path.mkdir(parents=True, exist_ok=True)
     for name, count in (("train", train_rows), ("eval", eval_rows)):

@@ -1,4 +1,4 @@
-"""Workflow that makes the agent of agent.py trainable: it points the agent at the model and rewards its answer."""
+"""Workflow that makes the agent in agent.py trainable. It connects the agent to the model and rewards its answer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Shelf"]
 
 
 class Shelf(Workflow):
-    """Ask the agent the row's question. The reward is 1 for the right answer, else 0."""
+    """Workflow that asks the agent the row's question. The reward is 1 for the right answer, else 0."""
 
     def run(self) -> list[Experience]:
         endpoint = self.model.openai_endpoint()
-        # A sync workflow plays one run at a time in a process of its own: the environment is this run's.
+        # A sync workflow plays one run at a time in its own process, so the environment belongs to this run.
         os.environ |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.token}
         said = answer(self.task.task_desc, self.task.raw_task["shelf"], endpoint.model)
-        experiences = self.model.extract_experience_from_history()  # one: all turns, with what the model said marked
+        experiences = self.model.extract_experience_from_history()  # one, of all turns; a mask marks the model's tokens
         for experience in experiences:
             experience.reward = float(said == self.task.truth)
             experience.metrics = {"calls": sum(bool(m.get("tool_calls")) for m in experience.messages or [])}

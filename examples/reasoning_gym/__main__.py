@@ -1,4 +1,4 @@
-"""Make a tiny model where there is none yet, and train it on `config.yaml` beside this file.
+"""Make a tiny model unless it exists, and train it on `config.yaml` beside this file.
 
     python -m examples.reasoning_gym [--set key=value ...]
 """

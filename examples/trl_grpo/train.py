@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer on engines that lose nothing: a tiny model learns to repeat a letter, in minutes on two CPU cores.
+"""TRL's GRPOTrainer with rollouts by trinity_es: a tiny model learns to repeat a letter, in minutes on two CPU cores.
 
     python -m examples.trl_grpo.train runs/trl
 
-Kill it, or any of its processes, and start it again: it resumes from its newest checkpoint and takes the rollouts since
-then from the log. For your own training change the model, the data, the reward and the numbers.
+Kill it, or any of its processes, and start it again: it resumes from its newest checkpoint and takes the later rollouts
+from the log. For your own training change the model, the data, the reward and the numbers.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ SETTINGS: dict[str, Any] = {
 
 
 def arguments(folder: Path, **settings: Any) -> GRPOConfig:
-    """Return the trainer's arguments; `settings` go before those of this example."""
+    """Return the trainer's arguments; `settings` override those of this example."""
     return GRPOConfig(output_dir=str(folder / "trainer"), **{**SETTINGS, **settings})
 
 
 def letters(file: Path) -> Dataset:
-    """Rows with a prompt, as messages, and the letter that answers it."""
+    """Return a data set with a prompt, as messages, and its answer, a letter, in each row."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows])
 
 
 def main(folder: Path, *overrides: str, **settings: Any) -> float:
-    """Train in this folder, or go on there, and return the mean reward on the eval set.
+    """Train in this folder, or resume there, and return the mean reward on the eval set.
 
-    `overrides`: of config.yaml, as in "explorer.rollout_model.seed=1"; `settings`: of GRPOConfig.
+    `overrides` change config.yaml, as in "explorer.rollout_model.seed=1"; `settings` are fields of GRPOConfig.
     """
     torch.set_num_threads(1)
     if not (folder / "model" / "model.safetensors").is_file():
@@ -61,9 +61,9 @@ def main(folder: Path, *overrides: str, **settings: Any) -> float:
         rollout_func=rollouts, callbacks=[rollouts], train_dataset=letters(data / "train.jsonl"),
         eval_dataset=letters(data / "eval.jsonl"),
     )
-    rollouts.check(trainer)  # what it can't serve is refused before engines load
-    with trinity_es.running(config):  # or joins those that run
-        resume(trainer)  # from its newest checkpoint, if there is one
+    rollouts.check(trainer)  # refuses unsupported settings before engines load
+    with trinity_es.running(config):  # starts engines, or uses the running ones
+        resume(trainer)  # from the newest checkpoint, if there is one
         reward = float(trainer.evaluate()["eval_reward"])
     print(f"eval reward {reward:.2f} after {trainer.state.global_step} steps")
     return reward

@@ -70,10 +70,10 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
 
 
 def test_a_long_list_of_weights_says_how_many_it_leaves_out(path: Path) -> None:
-    versions = range(1, runners_weights_usage.MOST + 8)
+    versions = range(1, runners_weights_usage.MAX_ROWS + 8)
     write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in versions])])
     text = cli("weights", "--log", path).stdout
     lines = [line for line in text.splitlines() if line[:7].strip().isdecimal()]
-    assert [lines[0].split()[0], lines[-1].split()[0]] == ["8", str(runners_weights_usage.MOST + 7)]
+    assert [lines[0].split()[0], lines[-1].split()[0]] == ["8", str(runners_weights_usage.MAX_ROWS + 7)]
     assert "7 before them: --json has all" in text
-    assert len(json.loads(cli("weights", "--log", path, "--json").stdout)) == runners_weights_usage.MOST + 7
+    assert len(json.loads(cli("weights", "--log", path, "--json").stdout)) == runners_weights_usage.MAX_ROWS + 7

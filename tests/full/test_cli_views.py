@@ -97,7 +97,7 @@ def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
 LEAVES_SHARED_MEMORY = """
 import multiprocessing, os
 from multiprocessing.shared_memory import SharedMemory
-from trinity_es.cli.run_in_view import quiet
+from trinity_es.cli.run_in_view import silence_libraries
 
 def engine():
     SharedMemory(create=True, size=8)
@@ -105,7 +105,7 @@ def engine():
 
 if __name__ == "__main__":
     if QUIET:
-        quiet()
+        silence_libraries()
     process = multiprocessing.get_context("spawn").Process(target=engine)
     process.start()
     process.join()
@@ -178,7 +178,7 @@ def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(path
     for words in ([path], ["--log", path]):
         told = cli("resume", *words)
         assert told.exit_code == 2
-        assert "is led by a program of its own, TRL's trainer" in told.stderr
+        assert "belongs to another program, TRL's trainer" in told.stderr
     assert "give only one of them" in cli("resume", path, "--log", "another.sqlite").stderr
 
 

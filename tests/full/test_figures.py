@@ -19,7 +19,7 @@ from tests.helpers.handmade import cli
 from tests.helpers.raw_figures import Batch, Event, count, read
 from tests.helpers.troubled import troubled
 from trinity_es.audit.perfetto import trace_events
-from trinity_es.cli.render.watch import look
+from trinity_es.cli.render.watch import read_overview
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page_urls import batch_url, rollouts_url
 from trinity_es.events.values import batch_stream
@@ -368,8 +368,8 @@ def test_the_trace_for_perfetto(log: Log, events: list[Event]) -> None:
 
 
 def test_the_run_at_a_glance(log: Log, events: list[Event], batches: dict[str, Batch]) -> None:
-    seen = look(log, now=events[-1].at + 3600)
-    assert {batch_stream(r.batch_id) for r in seen.going_on} == {s for s, b in batches.items() if b.ended is None}
+    seen = read_overview(log, now=events[-1].at + 3600)
+    assert {batch_stream(r.batch_id) for r in seen.open_batches} == {s for s, b in batches.items() if b.ended is None}
     window = [e for e in events if e.at > events[-1].at - 30.0 and e.type in ("RunsFinished", "TaskFinished")]
     tokens = sum(r["response_tokens"] for e in window for r in e.data["runs"])
     assert seen.tokens_per_second == pytest.approx(tokens / 30.0)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sample_ground import HOSTILE
 from benchmarks.sample_log import make
+from benchmarks.sample_run import HOSTILE
 from tests.helpers.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent

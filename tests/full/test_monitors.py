@@ -26,7 +26,7 @@ from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.run.writable_log_wait import when_written
+from trinity_es.run.writable_log_wait import retry_until_written
 from trinity_es.telemetry.metrics_file import JsonlMonitor, read_metrics
 from trinity_es.telemetry.monitors import Monitors
 from trinity_es.testing import wait_until
@@ -149,7 +149,7 @@ def test_a_run_waits_while_the_log_can_not_be_written(caplog: pytest.LogCaptureF
             raise faults.pop()
         return 7
 
-    assert asyncio.run(when_written(ask)) == 7
+    assert asyncio.run(retry_until_written(ask)) == 7
     assert caplog.messages == ["the run waits: the disk of /here is full", "the run goes on"]
 
 

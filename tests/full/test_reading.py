@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_ground import TimedLog
 from benchmarks.sample_log import make
+from benchmarks.sample_run import TimedLog
 from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.commands.events import _Selection
 from trinity_es.dashboard.rendering import clock, moment
@@ -56,7 +56,7 @@ def test_a_long_list_is_its_end_unless_all_is_asked_for(path: Path) -> None:
         ], commit_id="all")
     lines = cli("batches", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [str(i) for i in range(180, 230)]
-    assert "180 earlier ones" in lines[-1]
+    assert "180 earlier batches" in lines[-1]
     every = cli("batches", "--all", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in every] == ["id", *map(str, range(230))]
     assert len(told("batches", "--log", path)) == 230
@@ -306,13 +306,13 @@ def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: py
 
     kept: list[object] = []
 
-    def look(log: object, **more: object) -> watch.Picture:
+    def read_overview(log: object, **more: object) -> watch.RunOverview:
         kept.append(more["followed"])
         if len(kept) == 3:
             raise KeyboardInterrupt
-        return watch.Picture(url="", position=len(kept), now=0.0, last_at=None)
+        return watch.RunOverview(url="", position=len(kept), now=0.0, last_at=None)
 
-    monkeypatch.setattr(watch, "look", look)
+    monkeypatch.setattr(watch, "read_overview", read_overview)
     watch.show_live(None, interval=0.01)  # type: ignore[arg-type]  # nothing reads it here
     assert kept[0] is not None
     assert [id(one) for one in kept] == [id(kept[0])] * 3

@@ -106,7 +106,7 @@ def test_the_same_engine_makes_the_same_tokens(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     assert "every token is the same" in told.stdout
     weights.rename(tmp_path / "moved")
-    with pytest.raises(WeightNotFound, match="are no longer there"):
+    with pytest.raises(WeightNotFound, match="is no longer at"):
         again(url, 0)
     assert cli("regenerate", 1, 0, 0, "--log", url).exit_code == 2
     assert again(url, 0, weights=str(tmp_path / "moved")).equal

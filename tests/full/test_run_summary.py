@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.sample_ground import TimedLog
+from benchmarks.sample_run import TimedLog
 from trinity_es.cli.render.progress import RunView
-from trinity_es.cli.render.watch import look
+from trinity_es.cli.render.watch import read_overview
 from trinity_es.cli.run_in_view import print_summary, run_summary
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
@@ -141,11 +141,11 @@ def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(path: Path) ->
 def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path: Path, path: Path) -> None:
     write(path, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (100, "batch/1", done(6000))])
     with open_log(str(path)) as log:
-        assert look(log, now=START + 100.5).tokens_per_second == pytest.approx(6000 / 30)
+        assert read_overview(log, now=START + 100.5).tokens_per_second == pytest.approx(6000 / 30)
     young = tmp_path / "young.sqlite"
     write(young, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (5, "batch/1", done(6000))])
     with open_log(str(young)) as log:
-        assert look(log, now=START + 5).tokens_per_second == pytest.approx(6000 / 5)
+        assert read_overview(log, now=START + 5).tokens_per_second == pytest.approx(6000 / 5)
 
 
 def test_an_eval_that_gave_nothing_is_counted_and_named(

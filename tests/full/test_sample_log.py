@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_ground import HOSTILE
 from benchmarks.sample_log import make
+from benchmarks.sample_run import HOSTILE
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.projections.reading.log_reader import open_log

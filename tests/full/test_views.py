@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from benchmarks.sample_ground import START, TimedLog
+from benchmarks.sample_run import START, TimedLog
 from tests.helpers.handmade import cli, history, unit
 from tests.helpers.paths import GOLDEN
 from tests.helpers.several_hosts import several_hosts

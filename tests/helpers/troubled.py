@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_ground import TimedLog
+from benchmarks.sample_run import TimedLog
 from tests.simulation import doubles, schedule
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World

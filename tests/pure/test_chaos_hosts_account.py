@@ -40,7 +40,7 @@ def lost(epoch: int) -> ev.Event:
 
 def account_of(log: Any, *faults: Fault, killed: set[str] | None = None) -> HostsAccount:
     account = HostsAccount("hosts")
-    account.settle_hosts(log, faults, killed or set(), 15.0)
+    account.add_hosts(log, faults, killed or set(), 15.0)
     return account
 
 
@@ -76,10 +76,10 @@ def test_a_host_that_does_less_while_another_is_away_or_than_the_others_is_seen(
     work.units["c"] = [(n / 2, (n + 1) / 2) for n in range(100)] + [(float(n), n + 1.0) for n in range(50, 100)]
     fault = Fault("link away", "d", at=50.0, until=70.0, calm=20.0, others=["b", "c"])
     account = HostsAccount("hosts")
-    account.settle_work(work, [fault], (20.0, 40.0), {}, 1)
+    account.add_work(work, [fault], (20.0, 40.0), {}, 1)
     assert [(round(ratio, 2), name) for ratio, name in account.away] == [
         (1.0, "b during link away of d"), (0.5, "c during link away of d")]
     assert len(account.slower) == 1
     assert account.shares == account.idle == []
-    account.settle_work(work, [], (60.0, 80.0), {}, 1)
+    account.add_work(work, [], (60.0, 80.0), {}, 1)
     assert len(account.shares) == 2

@@ -174,8 +174,8 @@ def test_p9_reply_prefix_is_the_beginning_of_the_answer(config: Path) -> None:
 def test_p38_an_engine_by_http_is_the_first_server_of_the_config() -> None:
     urls = ["http://a:1", "http://b:1"]
     first = RolloutModelConfig(engine_type="http", servers={"urls": urls, "key_variable": "KEY"})  # type: ignore[arg-type]
-    options = single_task._settings(first).options
+    options = single_task._engine_config(first).options
     assert (options["url"], options["key_variable"]) == ("http://a:1", "KEY")
     listed = RolloutModelConfig(engine_type="http", servers={"file": "servers.txt"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"name the server in servers.urls, in place of servers.file"):
-        single_task._settings(listed)
+        single_task._engine_config(listed)

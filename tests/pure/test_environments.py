@@ -23,7 +23,7 @@ from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
 from trinity_es.environments import installs, openenv, verifiers_main
 from trinity_es.environments.installs import Installed
-from trinity_es.environments.openenv import about_action, action_of
+from trinity_es.environments.openenv import action_of, is_about_action
 from trinity_es.environments.verifiers_tasks import environment_config
 from trinity_es.environments.verifiers_workflow import failure_of
 from trinity_es.events.errors import ConfigError, EnvironmentFailed, WorkflowError, error_from_dict, error_to_dict
@@ -90,7 +90,7 @@ def call(begin: float, end: float, status: int | None = 200, kind: str = "Provid
     ([call(0, 1), call(1, 2, None, "TaskError")], 1),
 ])
 def test_a_call_that_failed_is_made_good_by_one_that_was_asked_later(calls: list[Any], unanswered: int) -> None:
-    assert len(verifiers_main.unanswered(calls)) == unanswered
+    assert len(verifiers_main.unanswered_errors(calls)) == unanswered
 
 
 class Served:
@@ -102,7 +102,7 @@ class Served:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         sys.modules[names[-1]].loaders = SimpleNamespace(  # type: ignore[attr-defined]
             load_environment=load, load_taskset=load)
-        monkeypatch.setattr(verifiers_main, "resolved", lambda given: given)
+        monkeypatch.setattr(verifiers_main, "resolve_config", lambda given: given)
         monkeypatch.setattr(verifiers_main, "share_client", lambda endpoints: None)
         monkeypatch.setattr(verifiers_main.Server, "episode", self.episode)
         self.begun = asyncio.Event()
@@ -166,7 +166,7 @@ async def test_what_pydantic_was_given_is_not_told(monkeypatch: pytest.MonkeyPat
         said = (await served.heard())["error"]
     assert said["type"] == "ValidationError"
     texts = [said["message"]]
-    monkeypatch.setattr(verifiers_main, "resolved", load)
+    monkeypatch.setattr(verifiers_main, "resolve_config", load)
     for asked in (["load", "mine"], ["tasks", "file", "0"]):
         monkeypatch.setattr(sys, "argv", ["verifiers_main.py", *asked])
         monkeypatch.setattr(sys, "stdin", io.StringIO("{}"))
@@ -250,11 +250,11 @@ def test_an_action_is_at_fault_where_what_is_not_valid_is_in_it(
     action: Any, kind: str, loc: list[str], given: Any, is_about: bool
 ) -> None:
     error = {"type": kind, "loc": loc, "msg": "why", "input": given}
-    assert about_action(action, [error]) is is_about
+    assert is_about_action(action, [error]) is is_about
     bug = {"type": "string_type", "loc": ["text"], "msg": "why", "input": None}
-    assert not about_action(action if isinstance(action, dict) else {}, [error, bug])
+    assert not is_about_action(action if isinstance(action, dict) else {}, [error, bug])
     for none in ([], None, ["why"], [{}]):
-        assert not about_action({"guess": "a"}, none)
+        assert not is_about_action({"guess": "a"}, none)
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------

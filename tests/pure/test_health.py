@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from trinity_es.cli.common import find_batch
-from trinity_es.cli.render.status import show
+from trinity_es.cli.render.status import print_status
 from trinity_es.client import health
 from trinity_es.client import problems as of_system
 from trinity_es.config.config import Config
@@ -52,7 +52,7 @@ UP = DOWN | {"up": True, "admin": {"pid": 1}}
 
 def shown(found: dict[str, Any]) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=200), found)
+    print_status(Console(file=out, width=200), found)
     return out.getvalue()
 
 
@@ -208,10 +208,10 @@ def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
         return failed.value.message
 
     assert "no batch 1 in" in said()
-    assert said().endswith("it holds none yet; `trinity-es batches` lists what there is; "
+    assert said().endswith("it holds none yet; `trinity-es batches` lists all batches; "
                            "the system is starting: runner-0 loading engine…")
     row["state"] = "ready"
-    assert said().endswith("lists what there is")
+    assert said().endswith("lists all batches")
     del live["weights_version"]
     assert said().endswith("the system is starting: its coordinator is not up yet")
 
@@ -238,7 +238,7 @@ def test_batches_are_told_as_the_log_has_them_which_is_read_last(
                "pending_units": 0, "failed_attempts": 0, "waited_for": 0} for n in (1, 2)]
     live = {"system": {"children": []}, "weights_version": 0, "batches": before, "runners": []}
     monkeypatch.setattr(health, "facts", lambda config: (live, {"up": True}))
-    told = shown(health.look(config))
+    told = shown(health.read_health(config))
     assert "open batches 2\n" in told
     assert "  2: running, 1 of 2 tasks, 0 units running, 1 waiting, 1 failed attempts\n" in told
     assert "  3: running, 0 of 2 tasks, 0 units running, 2 waiting\n" in told

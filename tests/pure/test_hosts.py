@@ -11,7 +11,7 @@ from trinity_es.actors.engines.devices import device_environment, first_gpus
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.hosts.join import require_gpus
-from trinity_es.hosts.run_on_ray import Agent, bundle_of, head_config
+from trinity_es.hosts.run_on_ray import Agent, head_config, host_resources
 
 
 def config(*auxiliary: dict[str, Any], hosts: dict[str, Any] | None = None, url: str = "postgresql://u@db/run",
@@ -57,9 +57,9 @@ def test_engines_of_a_host_get_the_gpus_that_it_has_in_line(monkeypatch: pytest.
 def test_ray_is_asked_for_what_the_engines_of_a_host_take() -> None:
     judge = {"name": "judge", "engine_num": 2}
     given = config(judge, engine_num=3, tensor_parallel_size=2)
-    assert bundle_of(given, gpus=True) == {"CPU": 5.0, "GPU": 8.0}
-    assert bundle_of(given, gpus=False) == {"CPU": 5.0}
-    assert bundle_of(config(engine_type="scripted"), gpus=True) == {"CPU": 1.0}
+    assert host_resources(given, gpus=True) == {"CPU": 5.0, "GPU": 8.0}
+    assert host_resources(given, gpus=False) == {"CPU": 5.0}
+    assert host_resources(config(engine_type="scripted"), gpus=True) == {"CPU": 1.0}
 
 
 def test_the_head_on_ray_is_at_its_node_s_address_and_only_leads() -> None:
@@ -70,7 +70,7 @@ def test_the_head_on_ray_is_at_its_node_s_address_and_only_leads() -> None:
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"url": "sqlite:///x.sqlite"}, "SQLite file, which only one host can use"),
-    ({"engine_type": "http", "servers": {"urls": ["http://gpu-7:8000"]}}, "external servers run on their own"),
+    ({"engine_type": "http", "servers": {"urls": ["http://gpu-7:8000"]}}, "Ray has no engines to place"),
 ])
 def test_what_ray_has_nothing_to_place_for_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.config_files import refused, write
 from trinity_es.config.config import Config, load_config
-from trinity_es.config.interpolation import escaped, resolved
+from trinity_es.config.interpolation import escape_texts, resolve_texts
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.secrets import Secret
 
@@ -50,13 +50,13 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     (r"a \{ b", r"a \{ b"),
 ])
 def test_a_text_is_resolved(text: str, expected: str | None) -> None:
-    assert resolved(text)[:2] == (expected, {})
-    assert resolved(escaped(expected))[0] == expected
+    assert resolve_texts(text)[:2] == (expected, {})
+    assert resolve_texts(escape_texts(expected))[0] == expected
 
 
 def test_a_default_keeps_its_spelling() -> None:
     """OmegaConf makes 1.5 and True of these."""
-    assert resolved(["${oc.env:NO,1.50}", "${oc.env:NO,true}"])[0] == ["1.50", "true"]
+    assert resolve_texts(["${oc.env:NO,1.50}", "${oc.env:NO,true}"])[0] == ["1.50", "true"]
 
 
 def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> None:

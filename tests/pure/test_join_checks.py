@@ -78,7 +78,7 @@ def test_a_head_with_another_key_is_told() -> None:
 def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None:
     store = cli("doctor", "--host", tmp_path / "log.sqlite")
     assert store.exit_code == 1
-    assert "do not reach over a network" in store.stdout
+    assert "do not work over a network" in store.stdout
     away = cli("doctor", "--host", "postgresql://me:secret@127.0.0.1:9/run", "--json")
     assert away.exit_code == 1
     assert "secret" not in away.stdout

@@ -11,7 +11,7 @@ from tests.helpers.handmade import write
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
-from trinity_es.hosts.join import config_of
+from trinity_es.hosts.join import host_config
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def test_a_host_without_a_model_that_tasks_ask_is_refused_with_the_way_out(
     url: str, tmp_path: Path, override: str
 ) -> None:
     with pytest.raises(ConfigError, match=r"no engine of judge, but .*engine_type http"):
-        config_of(url, "b", [override], tmp_path / "logs")
+        host_config(url, "b", [override], tmp_path / "logs")
 
 
 def test_models_lie_on_a_host_where_they_were_pulled_to(url: str, tmp_path: Path) -> None:
-    as_it_is = config_of(url, "b", [], tmp_path / "logs")
+    as_it_is = host_config(url, "b", [], tmp_path / "logs")
     assert as_it_is.explorer.rollout_model.model_path == "/head/model"
     folders = {"/head/model": "/here/one", "/head/judge": "/here/two"}
-    config = config_of(url, "b", [], tmp_path / "logs", model_folders=folders)
+    config = host_config(url, "b", [], tmp_path / "logs", model_folders=folders)
     assert config.explorer.rollout_model.model_path == "/here/one"
     assert [m.model_path for m in config.explorer.auxiliary_models] == ["/here/two"]

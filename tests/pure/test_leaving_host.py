@@ -45,5 +45,5 @@ def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
         return tmp_path
 
     with pytest.raises(SyncError, match="this host is leaving"):
-        asyncio.run(run._unless_left(pull()))
+        asyncio.run(run._await_unless_leaving(pull()))
     assert time.monotonic() - begun < 5.0

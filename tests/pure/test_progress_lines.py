@@ -7,17 +7,17 @@ import logging
 import pytest
 
 from trinity_es.cli.render.progress import step_reward
-from trinity_es.client.progress_lines import tell
+from trinity_es.client.progress_lines import report_progress
 
 
 def test_a_program_without_logging_is_told_on_stderr_and_another_by_its_logging(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logger = logging.Logger("bare")
-    tell(logger, "engines load: 3 %")
+    report_progress(logger, "engines load: 3 %")
     assert capsys.readouterr() == ("", "engines load: 3 %\n")
     logger.addHandler(logging.NullHandler())
-    tell(logger, "engines load: 4 %")
+    report_progress(logger, "engines load: 4 %")
     assert capsys.readouterr() == ("", "")
 
 

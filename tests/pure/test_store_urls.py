@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_es.cli.which_config import settings_of_run
+from trinity_es.cli.which_config import config_of_run
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.store.database.urls import file_of, file_url, masked, parse_url
@@ -68,12 +68,12 @@ def test_a_copied_log_does_not_name_the_folders_of_the_original_and_a_moved_one_
     (tmp_path / "link").symlink_to(tmp_path / "run")
     file = Path("runs/trinity/run/log.sqlite")
     for name in ("run", "link"):
-        assert settings_of_run(str(tmp_path / name / file), None).run_dir == config.run_dir
+        assert config_of_run(str(tmp_path / name / file), None).run_dir == config.run_dir
     with pytest.raises(ConfigError, match=r"copy/.* is a copy of .*/run/runs/.* name the config file of the copy"):
-        settings_of_run(str(tmp_path / "copy" / file), None)
-    assert settings_of_run(str(tmp_path / "copy/c.yaml"), None).run_dir == str((tmp_path / "copy" / file).parent)
+        config_of_run(str(tmp_path / "copy" / file), None)
+    assert config_of_run(str(tmp_path / "copy/c.yaml"), None).run_dir == str((tmp_path / "copy" / file).parent)
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert settings_of_run(str(tmp_path / "moved" / file), None).run_dir == config.run_dir
+    assert config_of_run(str(tmp_path / "moved" / file), None).run_dir == config.run_dir
 
 
 def test_options_of_a_file_are_refused() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 import numpy as np
 import pytest
 
-from trinity_es.cli import _one_line as one_line
+from trinity_es.cli import _error_line as error_line
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
@@ -72,7 +72,7 @@ def test_an_error_of_a_trainer_names_it_and_the_step() -> None:
     for error in (ConfigError("no such layer"), OSError("no such layer")):
         with pytest.raises(type(error)):
             learn(Fails(error), 3, ONE)
-        said = str(one_line(error))
+        said = str(error_line(error))
         assert re.fullmatch(r"no such layer - tests\.pure\.test_trainer:\S+Fails\.step raised it in step 3", said)
     for end in (StopIteration(), SystemExit(3)):
         with pytest.raises(RuntimeError, match=rf"Fails\.step raised {re.escape(repr(end))} in step 3"):
@@ -103,8 +103,8 @@ async def test_a_copy_of_a_run_does_not_take_the_checkpoints_of_its_original(tmp
     (tmp_path / "log.sqlite").touch()
     await weights("log.sqlite").save(AsyncMock(), Mock(save=lambda path: Path(path).mkdir()), 1)
     point = ResumePoint(checkpoint_version=1)
-    weights("log.sqlite").require_no_others(point)
+    weights("log.sqlite").require_no_foreign_checkpoints(point)
     with pytest.raises(ConfigError, match=r"belongs to the run in \S+/log\.sqlite, of which"):
-        weights("copy.sqlite").require_no_others(point)
+        weights("copy.sqlite").require_no_foreign_checkpoints(point)
     (tmp_path / "log.sqlite").rename(tmp_path / "moved.sqlite")
-    weights("moved.sqlite").require_no_others(point)
+    weights("moved.sqlite").require_no_foreign_checkpoints(point)

@@ -13,7 +13,7 @@ from tests.helpers.handmade import cli, write
 from trinity_es.audit.whatif import history
 from trinity_es.audit.whatif.forecast import Forecast, Settings, replay_history
 from trinity_es.audit.whatif.history import Addition, Duration, History, Life, PastBatch, WeightsUpdate
-from trinity_es.audit.whatif.recorded_durations import read_past
+from trinity_es.audit.whatif.recorded_durations import read_history
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
@@ -30,7 +30,7 @@ def batch(number: int, at: float, ended_at: float, *seconds: float, **more: Any)
     submitted = ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[1] * len(seconds), max_attempts=2,
                                   min_wait_num=more.pop("wait", None))
     took = {(task, 0, 1): Duration(seconds=s, limit=10.0) for task, s in enumerate(seconds)}
-    return PastBatch(submitted=submitted, submitted_at=at, state=evolve(None, submitted), took=took,
+    return PastBatch(submitted=submitted, submitted_at=at, state=evolve(None, submitted), durations=took,
                      finalizing_at=ended_at, due_at=ended_at, ended_at=ended_at, **more)
 
 
@@ -80,7 +80,7 @@ def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tm
     ])
     with open_log(str(tmp_path / "log")) as log:
         rows = log.batches()
-        of = {row.batch_id: read_past(log, rows, [row]) for row in rows}
+        of = {row.batch_id: read_history(log, rows, [row]) for row in rows}
     assert {b: [(c.version, list(c.loads)) for c in record.changes] for b, record in of.items()} == {
         1: [], 2: [(2, ["runner-0"])], 3: []}
     assert {b: [one.ended_at is None for one in record.lives] for b, record in of.items()} == {
@@ -105,7 +105,7 @@ def test_tasks_that_were_added_for_missing_groups_are_added_after_the_pipeline_a
     missing, added = ev.GroupsMissing(usable=1, missing=1), ev.TasksAdded(repeat_times=[1], request="r")
     addition = Addition(event=added, added_at=5.5, missing=missing, pipeline_seconds=1.0, pause=0.5)
     refilled = batch(1, 0.0, 8.5, 3.0, 4.0, additions=[addition], pipeline_at=7.5)
-    refilled.took[2, 0, 1] = Duration(seconds=2.0, limit=10.0)
+    refilled.durations[2, 0, 1] = Duration(seconds=2.0, limit=10.0)
     for runners, seconds in ((1, 7.0 + 1.0 + 0.5 + 2.0 + 1.0), (2, 8.5)):
         [row] = played(past(refilled), runners=runners)
         assert row.predicted.seconds == pytest.approx(seconds, abs=1e-3)
@@ -127,7 +127,7 @@ def test_the_rounds_in_which_tasks_were_added_are_read(tmp_path: Path) -> None:
     with open_log(str(tmp_path / "log")) as log:
         times = [r.recorded_at for r in log.events(1)]
         rows = log.batches()
-        [record] = read_past(log, rows, rows).batches
+        [record] = read_history(log, rows, rows).batches
     first, second = record.additions
     assert (first.event.request, first.missing) == ("s", None)
     assert (second.event.request, second.missing) == ("r", missing)
@@ -165,8 +165,8 @@ def test_over_rollout_drops_who_comes_last() -> None:
 
 def test_a_runner_that_dies_loses_what_it_had_and_it_is_attempted_again() -> None:
     one = batch(1, 0.0, 6.0, 2.0, 4.0)
-    one.took[1, 0, 1] = Duration(seconds=1.0, limit=10.0, cut=True)  # it died after a second
-    one.took[1, 0, 2] = Duration(seconds=3.0, limit=10.0)
+    one.durations[1, 0, 1] = Duration(seconds=1.0, limit=10.0, cut=True)  # it died after a second
+    one.durations[1, 0, 2] = Duration(seconds=3.0, limit=10.0)
     [row] = played(past(one, lives=[life(0), life(1, ended_at=1.0)]))
     assert (row.predicted.finished, row.predicted.attempts) == (2, 3)
     assert row.predicted.seconds == pytest.approx(5.0, abs=1e-3)  # when runner-0 is free, and three more
@@ -190,7 +190,7 @@ def test_who_holds_a_run_up_moves_it() -> None:
 def test_what_is_drawn_is_the_same_for_the_same_seed() -> None:
     one = batch(1, 0.0, 9.0, *[float(n) for n in range(1, 9)])
     for task in (5, 6, 7):
-        del one.took[task, 0, 1]
+        del one.durations[task, 0, 1]
     found = [[played(past(one), seed=seed, runners=1)[0].predicted.seconds for seed in range(9)] for _ in range(2)]
     assert found[0] == found[1]
     assert len(set(found[0])) > 1

@@ -1,8 +1,8 @@
-"""Export of a log for other tools: experiences as rows, events as lines.
+"""Export of a log for other tools: experiences as table rows, events as lines of JSON.
 
-Texts of rollouts are exported unchanged, as data: JSON escapes terminal control characters, parquet keeps text as text.
-Exports stream one payload or page of events at a time, and a file is written whole or not at all. Payloads that can't
-be exported (freed, missing or changed) are reported.
+Texts of rollouts are exported unchanged; in JSON, terminal control characters are escaped. Exports stream one payload
+or page of events at a time. If an export fails, no partial file is left. Payloads that can't be exported (freed,
+missing or changed) are reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK_ROWS = 256
 
 @dataclass(slots=True)
 class Exported:
-    """Result of an export: how much was written, and what could not be."""
+    """Result of an export: the number of written experiences or events, and the payloads that could not be read."""
 
     written: int = 0
     batches: int = 0
@@ -49,11 +49,11 @@ class Exported:
 def experience_tables(
     log: Log, result: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Yield COLUMNS of at most CHUNK_ROWS experiences, batch by batch in the order of submission.
+    """Yield tables of at most CHUNK_ROWS experiences, batch by batch in the order of submission.
 
-    The rows are the experiences that the pipeline delivered, in every submission of a batch id. With `as_made` they are
-    those that the runners produced, before any filter, also of open batches. Updates `result` meanwhile.
-    Raises LogNotFound if there is no payload store.
+    A table maps the names of COLUMNS to lists. Its rows are the experiences that the pipeline delivered, for every
+    submission of a batch id. With `as_made` they are the experiences that the runners produced, before any filter, also
+    of open batches. Updates `result` meanwhile. Raises LogNotFound if there is no payload store.
     """
     freed, store = log.freed(), None
     streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
@@ -65,10 +65,10 @@ def experience_tables(
             for batch in _submissions(log, row.batch_id):
                 run_rows = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
                 refs = batch.state.experiences
-                if as_made:  # a later submission may reuse payloads, which count once
+                if as_made:  # a later submission may reuse payloads; each is exported once
                     made_refs = [r.payload for r in batch.rows if r.payload and r.payload not in exported_refs]
                     exported_refs.update(made_refs)
-                    refs = _merged(made_refs)
+                    refs = _merge_adjacent(made_refs)
                 if not refs:
                     continue
                 if freed.get(batch_stream(row.batch_id), 0) > batch.first_position:
@@ -76,19 +76,20 @@ def experience_tables(
                     continue
                 result.batches += 1
                 store = store or log.payloads()
-                yield from _read(store, refs, f"batch {row.batch_id!r}", run_rows, batch.state.trained_step, result)
+                owner, trained_step = f"batch {row.batch_id!r}", batch.state.trained_step
+                yield from _read_tables(store, refs, owner, run_rows, trained_step, result)
         if batch_ids is None and not as_made:
             for item in log.read(stream="experiences", types=["ExperiencesProcessed"]):
                 assert isinstance(item.event, ev.ExperiencesProcessed)
                 store = store or log.payloads()
-                yield from _read(store, item.event.experiences, f"position {item.position}", {}, None, result)
+                yield from _read_tables(store, item.event.experiences, f"position {item.position}", {}, None, result)
     finally:
         if store is not None:
             store.close()
 
 
 def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
-    """Yield each submission of a batch id, in its state before the next submission."""
+    """Yield the final state of each submission of a batch id."""
     timeline: BatchTimeline | None = None
     for item in log.events(batch_id):
         if timeline is not None and isinstance(item.event, ev.BatchSubmitted):
@@ -98,8 +99,8 @@ def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
         yield timeline
 
 
-def _merged(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
-    """Return these references without repeats, merging those that are adjacent in one payload."""
+def _merge_adjacent(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
+    """Drop repeated references, and merge references to adjacent parts of one payload."""
     merged: list[ev.PayloadRef] = []
     for ref, _ in groupby(refs):
         if merged and (ref.digest, ref.first) == (merged[-1].digest, merged[-1].first + merged[-1].count):
@@ -109,12 +110,12 @@ def _merged(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
     return merged
 
 
-def _read(
+def _read_tables(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], owner: str, run_rows: dict[tuple[int, int], RunRow],
     trained_step: int | None, result: Exported,
 ) -> Iterator[dict[str, Any]]:
-    """Yield tables of these experiences; `owner` names their batch in errors, `run_rows` has its runs."""
-    reader = ExperienceReader(store)  # caches the payload, since many refs of a delivery name the same one
+    """Yield tables of these experiences. `owner`: their batch, for errors; `run_rows`: its runs by (task, run)."""
+    reader = ExperienceReader(store)  # caches the payload, as many refs name the same one
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, CHUNK_ROWS):
             try:
@@ -129,25 +130,25 @@ def _read(
 def _table(
     columns: ExperienceColumns, run_rows: dict[tuple[int, int], RunRow], trained_step: int | None
 ) -> dict[str, Any]:
-    """Return experiences as COLUMNS, with what their runs in `run_rows` add: versions, runners and attempts."""
+    """Return experiences as a table (COLUMNS), with the versions, runner and attempt of their runs in `run_rows`."""
     table = columns.table()
     runs = [run_rows.get((task, run)) if isinstance(task, int) else None
             for task, run in zip(columns.tasks, columns.runs.tolist(), strict=True)]
-    # A run's versions are the attempt's; the runner recorded those of this experience in its info.
+    # An experience's info has its own versions; the run's are those of the whole attempt.
     oldest, newest = table["oldest_version"], table["newest_version"]
     for i, run in enumerate(runs):
         if run is not None and oldest[i] is None:
             oldest[i], newest[i] = run.model_version, run.model_version_end
     return table | {
-        "runner": [_runner(info) if run is None else run.runner
+        "runner": [_serving_runner(info) if run is None else run.runner
                    for run, info in zip(runs, table["info"], strict=True)],
         "attempt": [None if run is None else run.attempt for run in runs],
         "trained_step": [trained_step] * len(columns),
     }
 
 
-def _runner(info: dict[str, Any]) -> str | None:
-    """Return the runner of an answer of mode `serve`: it belongs to no batch, so only its info names its runner."""
+def _serving_runner(info: dict[str, Any]) -> str | None:
+    """Return the runner that the info of an answer of mode `serve` names, as it has no batch; None for others."""
     runner = info.get("runner") if "message_id" in info else None
     return runner if isinstance(runner, str) else None
 
@@ -156,15 +157,14 @@ def write_experiences(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Exported:
-    """Write all experiences (or those of these batches) to a `.parquet` or `.jsonl` file; `progress` counts them.
+    """Write all experiences (or those of these batches) to a `.parquet` or `.jsonl` file.
 
-    In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON; in .jsonl a number that is not finite
-    (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending or if pyarrow is not
-    installed, LogNotFound if the log lacks a payload store.
+    `progress` is called with the number written so far. In parquet `batch` and `task` are text, `messages, metrics` and
+    `info` JSON. In .jsonl a number that is not finite (the logprob -inf) is null, since JSON has none. Raises
+    ConfigError for another suffix or if pyarrow is not installed, and LogNotFound without a payload store.
     """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{path}: experiences are written to a .parquet or .jsonl file: give a name with one of "
-                          "these endings")
+        raise ConfigError(f"{path} is not a .parquet or .jsonl file: give a name with one of these endings")
     result = Exported()
     with export_file(path) as file:
         table = ParquetTable(file) if path.suffix == ".parquet" else None
@@ -184,7 +184,7 @@ def write_experiences(
 def write_events(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Exported:
-    """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
+    """Write all events (or those of these batches), a line of JSON each. Calls `progress(position, last position)`."""
     result, last_position = Exported(), log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
     with export_file(path) as file:
@@ -198,11 +198,11 @@ def write_events(
 
 
 def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
-    """Open a file that is written whole or not at all. Raises ConfigError, LogNotFound (no such folder)."""
+    """Open a file for writing; an error leaves no partial file. Raises ConfigError, LogNotFound (no such folder)."""
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory; name a file in it")
+        raise ConfigError(f"{path} is a directory: name a file in it")
     if not path.parent.is_dir():
-        raise LogNotFound(f"{path.name} can't be written: the folder {path.parent} does not exist")
-    umask = os.umask(0)  # there is no call that only reads it
+        raise LogNotFound(f"{path.name} can't be written, because there is no folder {path.parent}: create it first")
+    umask = os.umask(0)  # no call only reads the umask
     os.umask(umask)
     return whole_file(path, mode=0o666 & ~umask)

@@ -1,9 +1,9 @@
 """Trace of a run in the Chrome trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Each runner is a process of the trace. An attempt is a slice in the first free lane of its runner; loading an engine or
-weights is a slice in its lane `engine`. Batches form a process, as do the trainer's weights and steps. Momentary events
-(weights published, a stall, a death, a dropped task) are instants. Times are microseconds since the first event. The
-trace is streamed: only open slices are held in memory.
+Each runner is a process of the trace. An attempt is a slice in the runner's first free lane, and the loading of an
+engine or weights is a slice in its lane `engine`. Two more processes show the batches, and the trainer's weights and
+steps. Momentary events (weights published, a stall, a death, a dropped task) are instants. Times are microseconds since
+the first event. The trace is streamed: only open slices are held in memory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trinity_es.safe_text import plain, summary
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]
 
 MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
-"""Types of events that a trace shows besides those of batches."""
+"""Types of the events that a trace shows in addition to a batch's own events."""
 
 BATCHES, TRAINER = 1, 2
-"""Process ids that are not runners."""
+"""Process ids in the trace of the two processes that are not runners."""
 ENGINE = 0
-"""Lane of a runner for loading its engine and weights."""
-_MOST_CHARACTERS = 500
-"""Maximum number of characters of a text from outside."""
+"""Lane of a runner that shows its loading of the engine and of weights."""
+_MAX_CHARACTERS = 500
+"""Maximum length of an error message or other text from users."""
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """Attempt whose slice is open."""
+    """Attempt that has not ended, and whose slice is still to be written."""
 
     unit: ev.Unit
     dispatched_at: float
@@ -51,10 +51,10 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Lanes:
-    """Lanes of a process; the lowest free one is taken first."""
+    """Allocator of a process's lanes: it takes the lowest free lane first."""
 
     count: int
-    """Number of lanes, free ones included."""
+    """Number of lanes, free lanes included."""
     free: list[int] = field(default_factory=list)
     """Heap of free lanes."""
 
@@ -69,7 +69,7 @@ class _Lanes:
 
 
 def write_trace(file: IO[bytes], recorded: Iterable[Recorded], progress: Callable[[int], None] | None = None) -> int:
-    """Write the trace of these events, calling `progress(position)`, and return the number of its entries."""
+    """Write the trace of these events and return the number of its entries. Calls `progress(position)` at times."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
     for entry in trace_events(_with_progress(recorded, progress)):
@@ -88,7 +88,7 @@ def _with_progress(recorded: Iterable[Recorded], progress: Callable[[int], None]
 
 
 def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the trace: a slice when it ends, and open slices at the last event."""
+    """Yield the entries of the trace. A slice follows when it ends; slices still open end with the last event."""
     trace = _Trace()
     yield trace.process(BATCHES, "batches")
     yield trace.process(TRAINER, "trainer and weights")
@@ -103,28 +103,28 @@ class _Trace:
     def __init__(self) -> None:
         self._start_at: float | None = None
         self._now = 0.0
-        """When the last event was recorded, in unix seconds."""
+        """Time of the newest event, in unix seconds."""
         self._pids: dict[str, int] = {}
         """Process ids of runners in the trace."""
         self._lanes: dict[int, _Lanes] = {BATCHES: _Lanes(0)}
         self._attempts: dict[str, dict[tuple[int, int], _Attempt]] = {}
         """Open attempts by batch stream, then by (task, first run)."""
         self._batches: dict[str, tuple[float, int, dict[str, Any]]] = {}
-        """(begin, lane, args) of each open batch by its stream."""
+        """(begin, lane, args) of each open batch, by stream."""
         self._finalizing_at: dict[str, float] = {}
         self._loading: dict[str, tuple[float, int]] = {}
-        """(begin, incarnation) of runners that load their engine."""
+        """(begin, incarnation) of each runner that is loading its engine."""
 
     # --- entries ----------------------------------------------------------------------------------------------------
     def process(self, pid: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": plain(name, 80)}}
 
     def _time(self, at: float) -> float:
-        """Return a time as microseconds since the first event."""
+        """Convert unix seconds to microseconds since the first event."""
         return round((at - (self._start_at or 0.0)) * 1e6, 1)
 
     def _slice(self, name: str, kind: str, pid: int, tid: int, start: float, end: float, **args: Any) -> dict[str, Any]:
-        """Return a slice from `start` to `end`, in unix seconds, in lane `tid` of a process."""
+        """Return the entry of a slice from `start` to `end` (unix seconds) in lane `tid` of a process."""
         # A load may begin before the trace, and Perfetto drops negative times.
         start = max(start, self._start_at or start)
         return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": self._time(start),
@@ -132,10 +132,10 @@ class _Trace:
 
     def _instant(self, name: str, kind: str, pid: int, scope: str, item: Recorded) -> dict[str, Any]:
         return {"ph": "i", "name": name, "cat": kind, "pid": pid, "tid": 0, "ts": self._time(item.recorded_at),
-                "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _MOST_CHARACTERS)}}
+                "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _MAX_CHARACTERS)}}
 
     def _new_runner(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the entries that name a runner's process and its lane `engine`, at its first event only."""
+        """At a runner's first event, yield the entries that name its process and its lane `engine`."""
         if name not in self._pids:
             pid = self._pids[name] = TRAINER + 1 + len(self._pids)
             self._lanes[pid] = _Lanes(ENGINE + 1)
@@ -144,7 +144,7 @@ class _Trace:
 
     # --- events -----------------------------------------------------------------------------------------------------
     def entries_of(self, item: Recorded) -> Iterator[dict[str, Any]]:
-        """Yield the entries that an event completes: slices that end with it, and its instant."""
+        """Yield the slices that end with this event, and the event's own instant."""
         if self._start_at is None:
             self._start_at = item.recorded_at
         self._now = at = item.recorded_at
@@ -176,7 +176,7 @@ class _Trace:
                 yield self._instant(f"adapter {event.adapter} removed", "weights", TRAINER, "g", item)
 
     def _end_loading(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the slice of a runner's loading with this name, if it was loading."""
+        """If the runner was loading its engine, yield the slice of that under this name."""
         if (loading := self._loading.pop(runner, None)) is not None:
             begun_at, incarnation = loading
             yield self._slice(name, "runner", self._pids[runner], ENGINE, begun_at, at,
@@ -221,7 +221,7 @@ class _Trace:
                 yield from self._end_finalizing(stream, at, "finalize")
                 yield from self._end_batch(stream, at, "finalized")
             case ev.BatchAborted():
-                yield from self._end_batch(stream, at, f"aborted: {plain(event.reason, _MOST_CHARACTERS)}")
+                yield from self._end_batch(stream, at, f"aborted: {plain(event.reason, _MAX_CHARACTERS)}")
             case ev.BatchTrained():
                 yield self._instant(f"step {event.step}", "trainer", TRAINER, "p", item)
 
@@ -234,7 +234,7 @@ class _Trace:
             return
         if isinstance(event, ev.AttemptFailed):
             attempt.open_runs -= len(event.failed_runs)
-            attempt.outcome, attempt.args["message"] = event.kind, plain(event.message, _MOST_CHARACTERS)
+            attempt.outcome, attempt.args["message"] = event.kind, plain(event.message, _MAX_CHARACTERS)
         else:
             attempt.open_runs -= len(event.runs)
             attempt.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
@@ -244,7 +244,7 @@ class _Trace:
             yield from self._end_attempt(stream, (event.task, event.run_id_base), at, attempt.outcome)
 
     def _end_attempt(self, stream: str, key: tuple[int, int], at: float, outcome: str) -> Iterator[dict[str, Any]]:
-        """Yield the slice of an attempt, if it is open, and free its lane; `key`: its task and first run."""
+        """If the attempt is open, yield its slice and free its lane. `key`: its (task, first run)."""
         attempt = self._attempts.get(stream, {}).pop(key, None)
         if attempt is None:
             return
@@ -263,7 +263,7 @@ class _Trace:
             yield self._slice(name, "batch", BATCHES, self._batches[stream][1], begun_at, at)
 
     def _end_batch(self, stream: str, at: float, outcome: str) -> Iterator[dict[str, Any]]:
-        """Yield the slices of a batch, if it is open, and of its open attempts."""
+        """Yield the slices of a batch's open attempts and, if it is open, of the batch."""
         for key in list(self._attempts.get(stream, ())):
             yield from self._end_attempt(stream, key, at, "dropped" if outcome != "running" else outcome)
         self._attempts.pop(stream, None)
@@ -276,7 +276,7 @@ class _Trace:
             yield self._slice(name, "batch", BATCHES, lane, begun_at, at, **args, outcome=outcome)
 
     def close(self) -> Iterator[dict[str, Any]]:
-        """Yield the slices that are open at the last event."""
+        """Yield the slices that are still open after the last event."""
         for stream in [*self._batches, *self._attempts]:
             yield from self._end_batch(stream, self._now, "running")
         for runner in list(self._loading):
@@ -284,5 +284,5 @@ class _Trace:
 
 
 def _weights_text(event: Any) -> str:
-    """Return the name and version of the weights or the LoRA adapter of an event."""
+    """Return the name and version of an event's LoRA adapter, or the version of its weights, as text."""
     return f"adapter {event.adapter} {event.version}" if hasattr(event, "adapter") else f"weights {event.version}"

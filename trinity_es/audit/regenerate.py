@@ -1,11 +1,11 @@
-"""Regeneration of a recorded rollout with the same prompt, sampling, seed and weights, and comparison of the tokens.
+"""Regeneration of a recorded run with the same prompt, sampling, seed and weights, and comparison of the tokens.
 
-The log and the payload store hold all it needs: token ids, `info["sampling"]` and `info["version_spans"]` of the
-experience, the config of its system, and the path of its weights. It starts an engine with that config in this process,
-loads the weights and repeats the requests. It does not write to the log.
+`regenerate` starts an engine in this process with the recorded config, loads the recorded weights and repeats the
+requests. The log and the payload store hold the config, the path of the weights, and each experience's token ids,
+`info["sampling"]` and `info["version_spans"]`. Nothing is written to the log.
 
-A turn is a stretch of generated tokens: the answer of an experience, or one of the assistant's turns if an experience
-is a whole conversation (`info["turn_sampling"]` has their samplings if they differ). Each turn is generated from the
+A turn is a span of generated tokens: the answer of an experience, or one of the assistant's turns if an experience is a
+whole conversation (`info["turn_sampling"]` has their samplings if they differ). Each turn is generated from the
 recorded tokens before it, so a different turn does not affect the next.
 """
 
@@ -25,7 +25,7 @@ from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling_checks import with_options
 from trinity_es.actors.plugin_lookup import add_import_folders, resolve
 from trinity_es.actors.runner.adapters import serve_adapters
-from trinity_es.audit.rollout_reader import experiences_of
+from trinity_es.audit.rollout_reader import written_experiences
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
@@ -33,37 +33,39 @@ from trinity_es.events.values import BatchId, local_time
 from trinity_es.projections.history.attempts import RunRow, fold_timeline
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["Regeneration", "Rollout", "Turn", "compare", "find_rollout", "play_turns", "regenerate", "regeneration"]
+__all__ = [
+    "Regeneration", "Rollout", "Turn", "compare", "find_rollout", "make_regeneration", "play_turns", "regenerate",
+]
 
 LATER_CHANGE_SECONDS = 5.0
-"""Seconds after the publication of a version within which a change of its files is ignored."""
+"""A change of a version's files is ignored within this time after its publication."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """Stretch of generated tokens, recorded and regenerated."""
+    """Span of generated tokens in an experience, as recorded and as regenerated."""
 
     experience: str
-    """`eid.uid` of its experience."""
+    """`eid.uid` of the experience."""
     start: int
-    """Index of its first token in the experience."""
+    """Index of the turn's first token in the experience."""
     recorded: list[int]
     regenerated: list[int]
     sampling: dict[str, Any]
     first_difference: int | None = None
-    """Index in this turn of the first token that differs or that one of them lacks; None if they are equal."""
+    """Index in this turn of the first token that differs or is missing in one sequence; None if both are equal."""
     agreement: float = 1.0
-    """Share of equal tokens, of the length of the longer one."""
+    """Number of equal tokens, divided by the length of the longer sequence."""
     logprob_tokens: int = 0
-    """Number of tokens before the first difference for which both have logprobs."""
+    """Number of tokens whose logprobs are compared: those before the first difference."""
     logprob_max: float | None = None
-    """Largest difference of these logprobs, in nats."""
+    """Largest difference of logprobs, in nats."""
     logprob_mean: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """Record of one run of a task."""
+    """Recorded run of a task."""
 
     batch_id: BatchId
     task: int
@@ -73,33 +75,33 @@ class Rollout:
     incarnation: int
     attempt: int
     at: float
-    """Unix seconds of its record."""
+    """Time when the run's result was recorded, in unix seconds."""
     engine_version: str
-    """Empty if it is not recorded."""
+    """Empty if not recorded."""
     host: str
     config: dict[str, Any]
     rollout_args: dict[str, Any]
     version: int
-    """Weights version of its first token, which is loaded."""
+    """Version of the weights that generated the first token; `regenerate` loads this version."""
     weights: str
-    """Path of these weights; empty: the original model."""
+    """Path of these weights; empty for the original model."""
     published_at: float | None
     adapters: dict[tuple[str, int], ev.AdapterPublished] = field(default_factory=dict)
-    """LoRA adapters of its tokens, by (name, version)."""
+    """LoRA adapters that generated tokens of the run, by (name, version)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Regeneration:
-    """Comparison of a rollout with what an engine generated for it now."""
+    """Comparison of a recorded run with newly generated tokens."""
 
     rollout: Rollout
     turns: list[Turn]
     engine_version: str
     model: str
     weights: str
-    """Path that was loaded, of the published weights or the model."""
+    """Path of the loaded weights: of the published version, or of the model."""
     why: list[str] = field(default_factory=list)
-    """Reasons for a difference, one sentence each."""
+    """Possible reasons for a difference, one sentence each."""
 
     @property
     def equal(self) -> bool:
@@ -107,10 +109,10 @@ class Regeneration:
 
 
 def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
-    """Read the record of a run. Raises BatchNotFound, DataError, PayloadNotFound."""
+    """Read a run of a task from the log and its payload store. Raises BatchNotFound, DataError, PayloadNotFound."""
     state = log.current(batch_id)
     if state is None:
-        raise BatchNotFound(f"no batch {batch_id!r} in {log.url}")
+        raise BatchNotFound(f"there is no batch {batch_id!r} in {log.url}: `trinity-es batches` lists all batches")
     if not 0 <= task < len(state.tasks) or not 0 <= run < state.tasks[task].total_runs:
         has_task = 0 <= task < len(state.tasks)
         range_text = f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}" if has_task else (
@@ -120,35 +122,35 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
     if row is None or row.outcome != "finished":
         reason = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
         raise DataError(f"run {run} of task {task} in batch {batch_id!r} left no tokens to compare ({reason[:300]}): "
-                        "choose a finished run")
+                        "choose a finished run (`trinity-es show` lists them)")
     if row.payload is None:
         raise DataError(f"task {task} of batch {batch_id!r} is an eval, whose tokens are not kept: choose a train "
                         "batch")
     try:
         with closing(log.payloads()) as payloads:
-            experiences = experiences_of(payloads, row)
+            experiences = written_experiences(payloads, row)
     except PayloadNotFound as e:
         if not log.was_freed(batch_id):
             raise
         raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the "
-                              "newest steps only") from e
+                              "newest steps only. Choose a newer batch") from e
     config = log.config(row.finish_position)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run, so its engine is unknown: only a run that was "
                         "started with a config can be regenerated")
     version = min((_first_version(e) for e in experiences), default=row.model_version or 0)
-    weights, published_at = _publication(log, version)
-    engine_version, host = _engine_of(log, row)
+    weights, published_at = _published_weights(log, version)
+    engine_version, host = _engine_of_run(log, row)
     return Rollout(
         batch_id=batch_id, task=task, run=run, experiences=experiences, runner=row.runner,
         incarnation=row.incarnation, attempt=row.attempt, at=row.finished_at, engine_version=engine_version,
         host=host, config=config, rollout_args=log.task(batch_id, task).get("rollout_args") or {}, version=version,
-        weights=weights, published_at=published_at, adapters=_adapters(log, experiences),
+        weights=weights, published_at=published_at, adapters=_published_adapters(log, experiences),
     )
 
 
-def _adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, int], ev.AdapterPublished]:
-    """Return all published versions of the adapters that made tokens of these, by (name, version)."""
+def _published_adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, int], ev.AdapterPublished]:
+    """Return all published versions of the adapters that generated tokens of these experiences, by (name, version)."""
     adapters = {}
     for name in {name for e in experiences for name, *_ in e.adapter_spans}:
         for recorded in log.read(stream=ev.AdapterPublished.stream_of(name), types=["AdapterPublished"]):
@@ -162,8 +164,8 @@ def _first_version(experience: Experience) -> int:
     return int(spans[0][0] if spans else experience.info.get("model_version", 0))
 
 
-def _publication(log: Log, version: int) -> tuple[str, float | None]:
-    """Return (path, time) of the last publication whose path exists, else of the last; ("", None) if there is none."""
+def _published_weights(log: Log, version: int) -> tuple[str, float | None]:
+    """Return (path, time) of a version's last publication, if possible of one whose path exists; ("", None) without."""
     publications = [r for r in log.read(stream="weights", types=["WeightsPublished"])
                     if isinstance(r.event, ev.WeightsPublished) and r.event.version == version]
     existing = [r for r in publications if Path(r.event.path).exists()]  # type: ignore[attr-defined]  # see above
@@ -171,8 +173,8 @@ def _publication(log: Log, version: int) -> tuple[str, float | None]:
     return (last[0].event.path, last[0].recorded_at) if last else ("", None)  # type: ignore[attr-defined]  # as above
 
 
-def _engine_of(log: Log, row: RunRow) -> tuple[str, str]:
-    """Return (engine version, host) of the life of the runner that played a run; "" if unknown."""
+def _engine_of_run(log: Log, row: RunRow) -> tuple[str, str]:
+    """Return (engine version, host) of the runner process that played a run; "" for each that is unknown."""
     version, host = "", ""
     for recorded in log.read(stream=f"runner/{row.runner}", types=["RunnerStarted", "RunnerReady"]):
         event = recorded.event
@@ -185,11 +187,11 @@ def _engine_of(log: Log, row: RunRow) -> tuple[str, str]:
 
 # --- generating -----------------------------------------------------------------------------------------------------
 def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | None = None) -> Regeneration:
-    """Generate the rollout again in a new engine, in this process and those that the engine starts, and end it.
+    """Start an engine in this process, generate the run's tokens again, compare them, and stop the engine.
 
     `model`, `weights`: current paths of the model and the published weights, if they were moved. Raises ConfigError,
-    EngineError or SyncError if the engine fails, WeightNotFound if the weights are gone, and DataError for a rollout
-    whose tokens no model generated.
+    EngineError or SyncError if the engine fails, WeightNotFound if the weights are gone, and DataError if no model
+    generated the run's tokens.
     """
     config = _engine_settings(rollout)
     engine_config = config.engine_config(initial_version=0 if weights or rollout.weights else rollout.version)
@@ -198,8 +200,8 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
     path = weights or rollout.weights
     if path and not Path(path).exists():
         raise WeightNotFound(
-            f"weights version {rollout.version}, published at {path}, are no longer there: give their present path "
-            "with --weights", path=path,
+            f"version {rollout.version} of the weights is no longer at {path}: give its current path with --weights",
+            path=path,
         )
     _turn_spans(rollout)  # raises DataError before the engine starts, which is slow
     if rollout.config.get("code_path"):
@@ -215,7 +217,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
         finally:
             await engine.stop()
 
-    return regeneration(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
+    return make_regeneration(rollout, engine, asyncio.run(play()), model=engine_config.model_path,
                         weights=path or engine_config.model_path)
 
 
@@ -224,17 +226,17 @@ def _engine_settings(rollout: Rollout) -> RolloutModelConfig:
 
 
 def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
-    """Return (experience, start, stop) of each turn. Raises DataError if the model generated none."""
-    spans = [(e, start, stop) for e in rollout.experiences for start, stop in _stretches(e)]
+    """Return (experience, start, stop) of each turn. Raises DataError if the model generated no token."""
+    spans = [(e, start, stop) for e in rollout.experiences for start, stop in _generated_spans(e)]
     if not spans or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in spans):
         raise DataError(
             f"no token of run {rollout.run} of task {rollout.task} is known to come from the rollout model: its "
-            "workflow called no model, or made the experiences itself, so there is nothing to regenerate")
+            "workflow called no model, or made the experiences itself. Choose a run of another workflow")
     return spans
 
 
-def _stretches(experience: Experience) -> list[tuple[int, int]]:
-    """Return (start, stop) of each stretch of generated tokens in the experience."""
+def _generated_spans(experience: Experience) -> list[tuple[int, int]]:
+    """Return (start, stop) of each span of generated tokens in the experience."""
     first, size = experience.prompt_length, int(experience.tokens.size)
     if experience.action_mask is None or bool(experience.action_mask.all()):
         return [(first, size)] if size > first else []
@@ -244,7 +246,7 @@ def _stretches(experience: Experience) -> list[tuple[int, int]]:
 
 
 async def play_turns(engine: Engine, rollout: Rollout) -> list[Turn]:
-    """Regenerate each turn in an engine that serves these weights. Raises DataError, EngineError."""
+    """Regenerate and compare each turn, on an engine that serves the run's weights. Raises DataError, EngineError."""
     config, turns = _engine_settings(rollout), []
     for experience, start, stop in _turn_spans(rollout):
         sampling, answer_index = _sampling(experience, config, rollout, start, stop)
@@ -255,7 +257,7 @@ async def play_turns(engine: Engine, rollout: Rollout) -> list[Turn]:
 
 
 async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience, start: int) -> str:
-    """Load the adapter that made the token at `start`, and return its name; "" if no adapter did."""
+    """Load the adapter that generated the token at `start` and return its name; "" if there was none."""
     at = start - experience.prompt_length
     for name, version, first, stop in experience.adapter_spans:
         if first <= at < stop:
@@ -270,8 +272,8 @@ async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience
     return ""
 
 
-def regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
-    """Return the comparison of these turns, with possible reasons for a difference."""
+def make_regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
+    """Return the compared turns of a run together with possible reasons for differences."""
     result = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
                           model=model, weights=weights)
     result.why = _possible_reasons(result, _engine_settings(rollout), rollout.experiences)
@@ -281,12 +283,12 @@ def regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: 
 def _sampling(
     experience: Experience, config: RolloutModelConfig, rollout: Rollout, start: int, stop: int
 ) -> tuple[Sampling, int]:
-    """Return the recorded sampling of a turn and the index of its answer among those of the request (`n` of them).
+    """Return a turn's sampling, and the index of its answer among the `n` answers of its request.
 
-    If it is not recorded, return that of config and task, and 0.
+    The sampling is the recorded one. If none is recorded, it follows from config and task, and the index is 0.
     """
     recorded: Mapping[str, Any] | None = experience.info.get("sampling")
-    turn_samplings, stretches = experience.info.get("turn_sampling") or (), _stretches(experience)
+    turn_samplings, stretches = experience.info.get("turn_sampling") or (), _generated_spans(experience)
     if len(turn_samplings) == len(stretches):
         recorded = turn_samplings[stretches.index((start, stop))]
     if recorded is not None:
@@ -299,7 +301,7 @@ def _sampling(
 
 
 def compare(experience: Experience, start: int, stop: int, answer: Completion, sampling: Sampling) -> Turn:
-    """Compare an answer with `experience.tokens[start:stop]`."""
+    """Compare a new answer with the recorded `experience.tokens[start:stop]`."""
     recorded, tokens = [int(t) for t in experience.tokens[start:stop]], list(answer.token_ids)
     equal_flags = [a == b for a, b in zip(recorded, tokens, strict=False)]
     first_difference = None if len(recorded) == len(tokens) else len(equal_flags)
@@ -325,7 +327,7 @@ def compare(experience: Experience, start: int, stop: int, answer: Completion, s
 def _possible_reasons(
     result: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]
 ) -> list[str]:
-    """Return reasons for which tokens may differ, a sentence each."""
+    """Return possible reasons for different tokens, a sentence each."""
     rollout, reasons = result.rollout, list[str]()
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
@@ -343,7 +345,7 @@ def _possible_reasons(
     if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in result.turns):
         reasons.append("it was sampled without a seed: at a temperature above 0 each generation is a new draw "
                        "(rollout_args.seed makes it repeatable)")
-    if any("sampling" not in e.info and e.messages and len(_stretches(e)) > 1 for e in experiences):
+    if any("sampling" not in e.info and e.messages and len(_generated_spans(e)) > 1 for e in experiences):
         reasons.append("it is a conversation: each turn is generated from the recorded tokens before it, which the "
                        "chat template may have rendered differently at the time; its logprobs come from one pass over "
                        "the whole, not from its sampling")
@@ -361,7 +363,7 @@ def _possible_reasons(
 
 
 def _changed_weights(result: Regeneration) -> str | None:
-    """Return a reason if the files of the weights are newer than the rollout. The log has their path, not a hash."""
+    """Return a reason if the weights' files changed after their publication. The log has their path, but no hash."""
     folder, since = Path(result.weights), result.rollout.published_at or result.rollout.at
     if not result.weights or not folder.is_dir():
         return None

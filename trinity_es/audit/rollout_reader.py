@@ -1,4 +1,4 @@
-"""Reading of single rollouts, from a batch's events to its payloads.
+"""Reading of single runs: their rows in a batch's events, and their experiences in the payload store.
 
 A payload that was freed (`store.retention`), is missing or corrupt is reported as text and not raised, since the events
 are still worth showing.
@@ -21,7 +21,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["FREED", "NOT_KEPT", "RunExperiences", "experiences_of", "read_runs", "submitted_task"]
+__all__ = ["FREED", "NOT_KEPT", "RunExperiences", "read_runs", "submitted_task", "written_experiences"]
 
 NOT_KEPT = "experiences of evals are not kept"
 FREED = "its payload was freed (store.retention)"
@@ -32,24 +32,24 @@ class RunExperiences:
     """Experiences of one run, or the reason why there are none."""
 
     experiences: list[Experience] = field(default_factory=list)
-    """Experiences in order of their step, in the form that the pipeline delivered, else as the runner wrote them."""
+    """The run's experiences by step: as the pipeline delivered them, or else as the runner wrote them."""
     delivered: dict[str, ev.PayloadRef] = field(default_factory=dict)
-    """Where the payload store has each delivered experience, by `eid.uid`."""
+    """Reference to each delivered experience in the payload store, by `eid.uid`."""
     missing: str = ""
-    """Why there are none: NOT_KEPT, FREED, or the error of their payload."""
+    """Why there are no experiences: NOT_KEPT, FREED, or the error of their payload."""
     trouble: str = ""
     """Why the delivered experiences can't be read."""
 
 
 def submitted_task(log: Log, batch_id: BatchId, task: int) -> dict[str, Any] | None:
-    """Return a submitted task, with workflow and data sample; None if the log does not hold it (any more)."""
+    """Return a submitted task with its workflow and data sample; None if the log does not have it, or no longer."""
     with contextlib.suppress(TrinityError):
         return log.task(batch_id, task) or None
     return None
 
 
-def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
-    """Return the experiences that the runner wrote for a run. Raises PayloadNotFound, CorruptPayload."""
+def written_experiences(payloads: PayloadStore, row: RunRow) -> list[Experience]:
+    """Read the experiences of a run as the runner wrote them. Raises PayloadNotFound, CorruptPayload."""
     assert row.payload is not None
     experiences = [e for e in read_experiences(payloads, [row.payload]) if e.eid.run == row.run]
     return sorted(experiences, key=lambda e: e.eid.step)
@@ -58,10 +58,10 @@ def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
 def read_runs(
     log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef], task_count: int = 0
 ) -> list[RunExperiences]:
-    """Return the experiences of each of these runs, in the form in which the batch's pipeline `delivered` them.
+    """Read the experiences of each of these runs. `delivered`: references to what the batch's pipeline delivered.
 
-    With the batch's `task_count`, the search stops when all experiences that the run wrote are found. Without, it also
-    finds experiences that a pipeline operator added for the run.
+    With the batch's `task_count`, the search in `delivered` ends when it has found every experience that the run wrote.
+    Without it, experiences that a pipeline operator added for the run are found too.
     """
     with ExitStack() as stack:
         payloads, missing = None, ""
@@ -79,13 +79,13 @@ def read_runs(
 def _read_run(
     payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow, task_count: int
 ) -> RunExperiences:
-    """Return one run's experiences; without payloads the result says why they are `missing`."""
+    """Read one run's experiences. If there is no payload store (`payloads` is None), the result names the reason."""
     if row.payload is None:
         return RunExperiences(missing=NOT_KEPT)
     if payloads is None:
         return RunExperiences(missing=missing)
     try:
-        written = experiences_of(payloads, row)
+        written = written_experiences(payloads, row)
     except TrinityError as error:
         return RunExperiences(missing=error.message)
     uids, runs = {e.eid.uid for e in written}, {(e.eid.task, e.eid.run) for e in written}
@@ -93,7 +93,7 @@ def _read_run(
     processed: dict[str, Experience] = {}
     trouble = ""
     try:
-        for ref in _sorted_by_guess(delivered, written[0].eid.task if written else 0, task_count):
+        for ref in _nearest_first(delivered, written[0].eid.task if written else 0, task_count):
             if task_count and uids <= processed.keys():
                 break
             for i, e in enumerate(read_experiences(payloads, [ref])):
@@ -106,7 +106,7 @@ def _read_run(
     return RunExperiences(experiences=[*experiences, *processed.values()], delivered=refs, trouble=trouble)
 
 
-def _sorted_by_guess(refs: Sequence[ev.PayloadRef], task: Any, task_count: int) -> Sequence[ev.PayloadRef]:
-    """Sort references by their distance from the task's likely place: deliveries are in order of tasks."""
+def _nearest_first(refs: Sequence[ev.PayloadRef], task: Any, task_count: int) -> Sequence[ev.PayloadRef]:
+    """Sort references by their distance from the likely index of the task, as deliveries are in order of tasks."""
     likely_index = int(task / task_count * len(refs)) if task_count and isinstance(task, int) else 0
     return [ref for _, ref in sorted(enumerate(refs), key=lambda item: abs(item[0] - likely_index))]

@@ -1,4 +1,4 @@
-"""The command `trinity-es`. A command's module is imported when it is called; `render/` prints for people.
+"""The command `trinity-es`. Each subcommand's module is imported when the subcommand is called.
 
 Commands that read a log need no actor system. Exit codes: 0 yes, 1 the answer is no (also LogRewound), 2 wrong use or
 another `TrinityError` (one line on stderr), 130 Ctrl-C, 141 closed pipe.
@@ -65,11 +65,11 @@ _COMMANDS = {
     "env": ("env", "Install verifiers environments, and try them."),
     "doctor": ("doctor", "Check whether this machine has what a run needs."),
 }
-"""Our commands by name, in the order of the list: the module of `commands/` that has each, and its line in the list."""
+"""Module in `commands/` and line in the list of `--help`, by command, in the order of that list."""
 
 
 class _Group(TyperGroup):
-    """The group of all commands; it prints a `TrinityError` as one line on stderr and exits with 2 or 1."""
+    """The group of all commands. It prints a `TrinityError` as one line on stderr and exits with 2 or 1."""
 
     def __init__(self, **attrs: Any) -> None:
         super().__init__(**attrs)
@@ -77,7 +77,7 @@ class _Group(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command of ours or of another package, whose module is imported now; None if there is none."""
+        """Import and return the command of this name, of trinity_es or of a plugin package; None if there is none."""
         if cmd_name in _COMMANDS:
             module, line = _COMMANDS[cmd_name]
             function = getattr(import_module(f"trinity_es.cli.commands.{module}"), cmd_name.replace("-", "_"))
@@ -85,7 +85,7 @@ class _Group(TyperGroup):
             function, line = resolve(cmd_name, {cmd_name: path}, "command"), ""
         else:
             return None
-        if isinstance(function, typer.Typer):  # commands of its own
+        if isinstance(function, typer.Typer):  # it has subcommands
             return get_command(function)
         return get_command_from_info(
             CommandInfo(name=cmd_name, callback=function, short_help=line), pretty_exceptions_short=True,
@@ -93,7 +93,7 @@ class _Group(TyperGroup):
         )
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the lists of commands for `--help`, without importing their modules."""
+        """Write the list of commands for `--help` without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
         if others := registered("command").keys() - _COMMANDS.keys():
@@ -101,13 +101,13 @@ class _Group(TyperGroup):
                 formatter.write_dl([(name, registered("command")[name]) for name in sorted(others)])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; `--debug` may stand anywhere, also after the command."""
+        """Parse the arguments. `--debug` may stand anywhere, also after the command."""
         if "--debug" in args:
             args = ["--debug", *(a for a in args if a != "--debug")]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a closed pipe, Ctrl-C and errors that users can cause become exit codes."""
+        """Run the command. Turns a closed pipe, Ctrl-C and errors that users can cause into exit codes."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -117,7 +117,7 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
         except Exception as e:
-            line = _one_line(e)
+            line = _error_line(e)
             if line is None:
                 raise
             if ctx.params.get("debug"):
@@ -129,8 +129,8 @@ class _Group(TyperGroup):
             raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
 
 
-def _one_line(error: Exception) -> str | None:
-    """Return the line for an error that users can cause, with its notes; None for a bug."""
+def _error_line(error: Exception) -> str | None:
+    """Return an error that users can cause as one line, with its notes; None for a bug."""
     message = _message(error)
     return None if message is None else " - ".join([message, *getattr(error, "__notes__", ())])
 
@@ -139,7 +139,7 @@ def _message(error: Exception) -> str | None:
     """Return the message of an error that users can cause; None for a bug."""
     if isinstance(error, TrinityError):
         return error.message
-    if isinstance(error, FileNotFoundError) and not error.filename and _folder_is_gone():
+    if isinstance(error, FileNotFoundError) and not error.filename and _is_folder_gone():
         return (f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one")
     if isinstance(error, OSError):  # TimeoutError is one
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
@@ -148,8 +148,8 @@ def _message(error: Exception) -> str | None:
     return None
 
 
-def _folder_is_gone() -> bool:
-    """Return whether the working directory was deleted."""
+def _is_folder_gone() -> bool:
+    """Return True if the working directory was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -164,7 +164,7 @@ app = typer.Typer(
 
 
 def _print_version(requested: bool) -> None:
-    """Print the version and end, if `--version` is there."""
+    """Print the version and exit, if `--version` was given."""
     if requested:
         print(f"trinity-es {VERSION}")
         raise typer.Exit
@@ -194,19 +194,19 @@ def _common(
 
 def main() -> None:
     """Run the command line."""
-    # Garbage collection is rare: folding a large batch makes a million small values, all of them in use. Going through
-    # them repeatedly took a third of a command's time, and the collection at exit a sixth.
+    # Collect garbage rarely. The fold of a large batch has a million small values, all in use: scanning them repeatedly
+    # took a third of a command's time, and the collection at exit a sixth.
     gc.set_threshold(100_000, 20, 20)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
-        if getattr(sys, name) is None:  # closed, as by `>&-`; print then needs a stream that discards
+        if getattr(sys, name) is None:  # closed, as by `>&-`: replace it, since print needs a stream
             stream = open(os.devnull, mode)  # noqa: SIM115  # it stays open
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal lacks become escapes instead of an error
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal lacks become escapes, not an error
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
     finally:
-        if not {"torch", "triton"} & sys.modules.keys():  # with frozen objects they print long complaints at exit
+        if not {"torch", "triton"} & sys.modules.keys():  # these print long messages at exit if objects are frozen
             gc.freeze()

@@ -1,4 +1,4 @@
-"""Page of all commands, docs/CLI.md: `python -m trinity_es.cli.cli_docs` prints it from what `--help` shows."""
+"""Page of all commands, docs/CLI.md. `python -m trinity_es.cli.cli_docs` prints it from the commands' `--help`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def markdown() -> str:
 
 
 def _pages(command: Any, name: str, parent: Any) -> Iterator[str]:
-    """Yield the help of a command as a section, then that of its commands; the top has none of its own."""
+    """Yield a section with the help of a command (not for `trinity-es` itself), then those of its subcommands."""
     own_name = name.rpartition(" ")[2]
     context = command.make_context(own_name, [], parent=parent, resilient_parsing=True, max_content_width=110,
                                    terminal_width=110)

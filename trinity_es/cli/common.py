@@ -1,7 +1,7 @@
-"""Shared parts of the commands: choosing a log and a batch, parsing moments, printing data.
+"""Shared parts of the commands: choice of a log and a batch, parsing of positions and times, printing of data.
 
-With `--json` stdout holds one JSON document and nothing else; messages for people go to stderr. Nothing here imports
-thespian, torch or vllm, so a log can be read without them.
+With `--json` stdout holds one JSON document and nothing else; messages for the user go to stderr. This module does not
+import thespian, torch or vllm, so a log can be read without them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:  # slow to import, and reading a log does not need it
     from trinity_es.config.config import Config
 
 __all__ = [
-    "MOST_INTEGER", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log",
+    "MAX_INTEGER", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log",
     "find_batch", "note", "open_chosen", "parse_at", "position_before", "print_json", "progress_counter", "read_config",
     "require_runner",
 ]
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?")
 
-MOST_INTEGER = 2**63 - 1
-"""Largest integer that a database holds."""
-MOST_DIGITS = 18
-"""Longest batch number, in digits, for which the nearest batches are looked up."""
+MAX_INTEGER = 2**63 - 1
+"""Largest integer that a database column holds."""
+MAX_DIGITS = 18
+"""Nearest batches are looked up only for batch numbers of at most this many digits."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
 RUN_LOGS = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
-"""Logs of runs under the working directory: of a trainer there, of a config there, and of `trinity-es demo`."""
+"""Patterns of the logs of runs (of a trainer, of a config, of `trinity-es demo`), from the working directory."""
 LOGS_HERE = ("*.sqlite", "*.db")
-"""Patterns of logs in the working directory itself."""
+"""Patterns of logs directly in the working directory."""
 
 LogOption = Annotated[
     str | None,
@@ -64,18 +64,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 def note(text: str) -> None:
-    """Print to stderr, beside a command's answer on stdout."""
+    """Print a message to stderr, as stdout is for a command's result."""
     print(text, file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """Print an indented JSON document, with control characters of strings escaped."""
+    """Print a value as indented JSON, with control characters in strings escaped."""
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     write_json(harmless_json(document).decode())
 
 
 def write_json(line: str) -> None:
-    """Write JSON to stdout, with JSON escapes for characters that the output's encoding lacks."""
+    """Write a line of JSON to stdout. Characters that the output's encoding lacks become JSON escapes."""
     try:
         line.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -85,14 +85,14 @@ def write_json(line: str) -> None:
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Return the config of this file with the `KEY=VALUE` overrides. Raises ConfigError."""
+    """Read a config file and apply `KEY=VALUE` overrides. Raises ConfigError."""
     from trinity_es.config.config import load_config
 
     return load_config(path, overrides or [])
 
 
 def choose_log(log: str | None, config: Path | None = None) -> str:
-    """Return the log's URL or path. Without an option choose one, and print it on stderr. Raises LogNotFound."""
+    """Return the URL or path of the log. Without options, choose a log and name it on stderr. Raises LogNotFound."""
     if log is not None:
         return log
     if config is not None:
@@ -109,22 +109,22 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
 
 
 def _only_log_here() -> str:
-    """Return the only log in the working directory itself. Raises LogNotFound if there is none, or more than one."""
+    """Return the only log directly in the working directory. Raises LogNotFound if there are none or several."""
     logs = sorted(path for pattern in LOGS_HERE for path in Path().glob(pattern) if _is_log(path))
     if len(logs) == 1:
         note(f"log: {logs[0]} (the one in this folder; --log chooses another)")
         return str(logs[0])
     several = f", and {len(logs)} logs in this folder ({', '.join(map(str, logs[:3]))})" if logs else ""
     raise LogNotFound(
-        f"no run under {Path.cwd() / 'runs'} (in log.sqlite, NAME/log.sqlite or PROJECT/NAME/log.sqlite there)"
+        f"there is no run under {Path.cwd() / 'runs'} (no log.sqlite, NAME/log.sqlite or PROJECT/NAME/log.sqlite)"
         f"{several}: name a log with --log, or its config with --config")
 
 
 def _is_log(path: Path) -> bool:
-    """Return whether this file is a log that this release can read, now or once it is not locked."""
+    """Return True if this file is a log that this release can read, even if the file is locked now."""
     try:
         open_log(str(path)).close()
-    except LogUnavailable:  # a log, but locked
+    except LogUnavailable:  # locked
         return True
     except (LogError, OSError):
         return False
@@ -132,7 +132,7 @@ def _is_log(path: Path) -> bool:
 
 
 def _last_written_at(path: Path) -> float:
-    """Return when the log was last written, in unix seconds; new events are in its `-wal` file first."""
+    """Return the time of the last write to a SQLite log or its `-wal` file, in unix seconds."""
     files = (path, path.with_name(path.name + "-wal"))
     return max(f.stat().st_mtime for f in files if f.exists())
 
@@ -143,33 +143,35 @@ def open_chosen(log: str | None, config: Path | None = None) -> Log:
 
 
 def find_batch(log: Log, text: str) -> BatchId:
-    """Return the id of a batch from its name (see `batch_named`). Raises BatchNotFound, which suggests near ones."""
+    """Return the id of the batch that a user named (see `batch_named`). Raises BatchNotFound with suggestions."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8") from None
+        raise BatchNotFound(f"no batch {text!r} in {log.url}: the name is not UTF-8. `trinity-es batches` lists all "
+                            "batches") from None
     if (batch_id := batch_named(log, text)) is not None:
         return batch_id
-    # Evals are called after their step, as in 12/letters.
+    # The ids of evals begin with their step, as in 12/letters.
     evals_of_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
     suggestions = evals_of_step[:3] or _nearest_batches(log, text)
     if suggestions:
         hint = f" did you mean {' or '.join(suggestions)}?"
     else:
         hint = "" if log.count_batches() else " it holds none yet;"
-    raise BatchNotFound(f"no batch {text} in {log.url}:{hint} `trinity-es batches` lists what there is")
+    raise BatchNotFound(f"no batch {text} in {log.url}:{hint} `trinity-es batches` lists all batches")
 
 
 def require_runner(log: Log, runner: str, option: str) -> None:
-    """Raise typer.BadParameter, which lists the log's runners, if `runner` is not one of them."""
+    """Raise typer.BadParameter if the log has no runner of this name. The error lists the log's runners."""
     runners = sorted({life.runner for life in log.runner_lives()}, key=natural)
     if runner not in runners:
-        raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(runners) or 'none'}", param_hint=option)
+        raise typer.BadParameter(f"there is no runner {runner!r}. The runners are: {', '.join(runners) or 'none'}",
+                                 param_hint=option)
 
 
 def _nearest_batches(log: Log, text: str) -> list[str]:
-    """Return the batches with the nearest numbers, at most one at or below this one and one above."""
-    if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
+    """Return the numbers of the nearest batches: the next one below `text` and the next one above it."""
+    if not text.isdecimal() or not text.isascii() or len(text) > MAX_DIGITS:
         return []
     numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
     below = [n for n in numbers if n <= int(text)]
@@ -180,11 +182,11 @@ def _nearest_batches(log: Log, text: str) -> list[str]:
 def parse_at(
     text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
 ) -> int | datetime | None:
-    """Return the position or the moment that a user wrote; None for None.
+    """Parse the log position or the time that a user wrote; None for None.
 
     A time without an offset is local. A time without a date is the first such time since the batch began; without a
-    batch it is on the day of the log's last event. If the clock was stepped around the moment, a note says so. Raises
-    typer.BadParameter, also for a position after the log's last.
+    batch it is on the day of the log's last event. If the clock was stepped near that time, a note is printed. Raises
+    typer.BadParameter, also for a position after the log's end.
     """
     if text is None:
         return None
@@ -195,21 +197,21 @@ def parse_at(
 
 
 def position_before(log: Log, at: int | datetime | None) -> int:
-    """Return the position before the event at this position, or before the first event at or after this time."""
+    """Return the last position before `at`, a position or a time."""
     if isinstance(at, int):
         return at - 1
     position = log.position_of(at) or 0
-    # `position_of` has the last event until `at`; those of exactly that moment come after the result.
+    # `position_of` returns the last event until `at`; events of exactly that time are not before it.
     while position and at is not None and (r := log.at(position)) is not None and r.recorded_at == at.timestamp():
         position -= 1
     return position
 
 
 def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, option: str) -> int | datetime:
-    """Return what `parse_at` does, without its note. Raises typer.BadParameter."""
+    """Parse a position or a time as `parse_at` does, without printing a note. Raises typer.BadParameter."""
     if text.isdecimal():
         if log is not None and int(text) > (head := log.head().position):
-            raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)
+            raise typer.BadParameter(f"{text} is after the log's last position: give at most {head}", param_hint=option)
         return int(text)
     try:
         if log is None or not _TIME_OF_DAY.fullmatch(text):
@@ -224,7 +226,7 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
         if last is None:
             return moment
         next_day = with_offset(datetime.fromisoformat(f"{day + timedelta(days=1)}T{text}"))
-        # before the batch began, or after midnight of a batch that crossed it: whichever is nearer to the batch
+        # The user means a time before the batch, or one after the next midnight: take the nearer to the batch.
         return next_day if next_day.timestamp() - last.recorded_at < (began_at - moment).total_seconds() else moment
     except DataError as e:
         raise typer.BadParameter(e.message, param_hint=option) from e
@@ -236,9 +238,9 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
 
 
 def progress_counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
-    """Return a callback `(done, total)` that prints `VERB done of total UNIT` on stderr; `total` may be left out.
+    """Return a callback `(done, total)` that prints `VERB done of total UNIT` on stderr; `total` may be omitted.
 
-    It keeps one line up to date on a terminal, and else prints a line every ten seconds.
+    On a terminal it updates one line; elsewhere it prints a line every ten seconds.
     """
     out = stream or sys.stderr
     begun_at = printed_at = time.monotonic()

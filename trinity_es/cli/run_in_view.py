@@ -1,6 +1,6 @@
-"""A run with a live view, for `run`, `resume`, `demo` and `bench`, and the summary at its end.
+"""Execution of a run with a live view, for `run`, `resume`, `demo` and `bench`, and the summary at its end.
 
-A command that starts an actor system ends it, to the last process, when it is done, on an error and on Ctrl-C.
+A command that starts an actor system ends all its processes when the command is done, fails or gets Ctrl-C.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ from trinity_es.safe_text import sparkline
 from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, settings_phrase
 
-__all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
+__all__ = [
+    "explore", "libraries_silenced", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
+]
 
 _QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "TQDM_DISABLE": "1",
-    # When the command ends, Python's tracker warns of shared memory that a killed engine left, and removes it.
+    # At the command's end Python's resource tracker removes shared memory that a killed engine left, and warns of it.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
-"""Environment that silences a trainer in this process, which shares the terminal with the view."""
+"""Environment variables that keep the libraries of a trainer in this process from printing into the live view."""
 
 
-def quiet() -> None:
-    """Keep libraries of a trainer in this process from printing, since it shares the terminal with the view."""
+def silence_libraries() -> None:
+    """Keep the libraries of a trainer in this process from printing into the live view."""
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Apply `quiet` inside only; the environment is restored afterwards."""
+def libraries_silenced() -> Iterator[None]:
+    """Apply `silence_libraries` during a `with` block, and restore the environment after it."""
     added_names = _QUIET_ENVIRONMENT.keys() - os.environ.keys()
-    quiet()
+    silence_libraries()
     try:
         yield
     finally:
@@ -68,12 +70,12 @@ def quietly() -> Iterator[None]:
 
 
 def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> None:
-    """Play this config's part in its run (explore, train or both) to its end, with a live view.
+    """Run the config's part (explore, train or both) to its end, with a live view; continue the run if there is one.
 
-    If the store already holds the run, continue it. With `resuming` the store must hold a run, which may be complete.
-    With `as_json` the view goes to stderr. Raises ConfigError, and what the part raises.
+    `resuming`: the store must hold a run, which may be complete. `as_json`: the view goes to stderr. Raises
+    ConfigError, and the errors of the part.
     """
-    quiet()
+    silence_libraries()
     remembered_log_end.require_remembered(settings)  # before anything relies on the log
     if resuming:
         _require_led_here(settings)
@@ -91,7 +93,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
             raise ConfigError(f"the store {store_url} holds no run to resume: `trinity-es run CONFIG` begins one")
         if resuming and not is_unfinished:
             note(": ".join(text for text in (f"the run in {store_url} is complete", part.end_note()) if text))
-            if part.owns_system:  # its command was killed before it could end the system
+            if part.owns_system:  # the run's command was killed before it ended the system
                 end_system(settings)
             return
         part.require_unfinished()
@@ -102,29 +104,30 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
                 note(f"changed since its last start: {settings_phrase(changed)}")
         if early := part.end_note():
             note(early)
-        in_view(settings, part, play, as_json=as_json, total_steps=part.last_step)
+        run_with_view(settings, part, play, as_json=as_json, total_steps=part.last_step)
     finally:
         part.release()
 
 
 def _require_led_here(settings: Config) -> None:
-    """Raise ConfigError if another program than `trinity-es run` led the log's run, which then has no tasksets."""
+    """Raise ConfigError if the log has batches of another program than `trinity-es run`, so no tasksets."""
     with contextlib.suppress(LogNotFound), open_log(settings.store.url) as log:
         has_batches = any(log.count_batches(batch_type=batch_type) for batch_type in ("train", "collect"))
         if has_batches and not log.streams("taskset/"):
             raise ConfigError(
-                f"the run in {settings.masked()['store']['url']} is led by a program of its own, TRL's trainer or one "
-                "that uses `connect`. Start that program again (TRL's with `resume_from_checkpoint=True`): it "
-                "continues where the log ends")
+                f"the run in {settings.masked()['store']['url']} belongs to another program, TRL's trainer or one that "
+                "uses `connect`. Start that program again (TRL's with `resume_from_checkpoint=True`): it continues "
+                "where the log ends")
 
 
-def in_view(
+def run_with_view(
     settings: Config, part: RunProcess, play: Callable[[], Awaitable[Any]], *, as_json: bool,
     total_steps: int | None = None,
 ) -> Any:
-    """Prepare a part of the run, await `play` and shut the part down, with a live view; return the result of `play`.
+    """Prepare a part of the run, await `play`, shut the part down, and return the result of `play`.
 
-    However it ends, the system that the part started is ended too. SIGTERM and SIGHUP exit with 128 + the signal.
+    A live view shows the progress. A system that the part started is always ended. SIGTERM and SIGHUP exit with 128 +
+    the signal's number.
     """
     out = console(stderr=as_json)
     signals: list[int] = []
@@ -136,7 +139,7 @@ def in_view(
                 if signals or isinstance(e, KeyboardInterrupt):
                     command = resume_command(settings.masked()["store"]["url"])
                     with contextlib.suppress(OSError):  # the terminal may be gone
-                        note(f"interrupted: `{command}` goes on where it was")
+                        note(f"interrupted: `{command}` continues the run")
                 if part.owns_system:  # again at exit: on Ctrl-C a thread may still be starting the system
                     atexit.register(end_system, settings)
                 raise
@@ -148,7 +151,7 @@ def in_view(
 
 
 async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
-    """Prepare a part, await `play` and shut the part down; SIGTERM or SIGHUP cancels it and is added to `signals`."""
+    """Prepare a part, await `play` and shut the part down. SIGTERM and SIGHUP cancel it, and are added to `signals`."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -167,7 +170,7 @@ async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signa
 
 
 def _last_position(settings: Config) -> int:
-    """Return the last position of the log, 0 if there is none yet."""
+    """Return the last position of the log; 0 if the log does not exist yet."""
     try:
         with open_log(settings.store.url) as log:
             return log.head().position
@@ -177,13 +180,13 @@ def _last_position(settings: Config) -> int:
 
 # --- the summary ----------------------------------------------------------------------------------------------------
 def run_summary(settings: Config, log: Log) -> dict[str, Any]:
-    """Return a run's figures from its log, as plain JSON."""
+    """Return the figures of a run (batches, tokens, rewards, time) from its log, as plain JSON."""
     rows = log.batches()
     first, last = log.at(1), log.at(log.head().position)
     trained = [b for b in rows if b.batch_type == "train" and b.reward is not None]
     evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": _missing_runs(log, b)}
              for b in rows if b.batch_type == "eval" and b.ended_at is not None]
-    # "Before" and "after" training are evals of the same taskset, the first one's.
+    # The evals before and after training have to be of the same taskset, the taskset of the first eval.
     comparable_evals = [e for e in evals if _taskset_of_eval(e) == _taskset_of_eval(evals[0])]
     begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
     earlier = list(_events_before_resubmission(log, rows))
@@ -193,7 +196,7 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     serving_seconds, published_count = _serving_seconds(log, ended_at), log.count_weights()
     return {
         "log": _short_url(settings), "batches": len(rows), "train_batches": len(trained),
-        "weight_versions": published_count and published_count + 1,  # with version 0, if any other was published
+        "weight_versions": published_count and published_count + 1,  # version 0 counts if another was published
         "model_version": log.model_version(), "response_tokens": tokens,
         "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
         "tokens_per_second": (tokens - kept) / serving_seconds if serving_seconds else 0.0,
@@ -205,14 +208,14 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
 
 
 def _missing_runs(log: Log, row: BatchRow) -> int:
-    """Return the number of runs that an eval's mean reward leaves out."""
+    """Return the number of runs that are missing from an eval's mean reward."""
     finalized = log.last(batch_stream(row.batch_id), "BatchFinalized")
     result = finalized.event.result if finalized and isinstance(finalized.event, ev.BatchFinalized) else {}
     return missing_runs(row.batch_id, row.batch_type, result.get("metrics", {}))
 
 
 def _events_before_resubmission(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
-    """Yield the outcomes of units from before a batch's id was submitted again; its row counts only what came since."""
+    """Yield results and failures from earlier submissions of batch ids, as a batch's row has only the last one."""
     first_positions = {batch_stream(row.batch_id): row.first_position for row in rows}
     for stream in {r.stream for r in log.rare(["BatchSubmitted"]) if r.position < first_positions[r.stream]}:
         for recorded in log.read(stream=stream, types=["RunsFinished", "TaskFinished", "AttemptFailed"]):
@@ -221,7 +224,7 @@ def _events_before_resubmission(log: Log, rows: Sequence[BatchRow]) -> Iterator[
 
 
 def _serving_seconds(log: Log, log_end_at: float) -> float:
-    """Return the seconds in which a batch was open, an engine of the rollout model served, and a coordinator led."""
+    """Return for how long a batch was open while an engine of the rollout model served and a coordinator ran."""
     open_since = dict[str, float]()
     open_spans = list[tuple[float, float]]()
     for r in log.rare(["BatchSubmitted", "BatchFinalized", "BatchAborted"]):
@@ -232,14 +235,14 @@ def _serving_seconds(log: Log, log_end_at: float) -> float:
     open_spans += [(submitted_at, log_end_at) for submitted_at in open_since.values()]
     serving_spans = [(life.ready_at, log_end_at if life.ended_at is None else life.ended_at)
                      for life in log.runner_lives() if life.ready_at is not None and life.model == "rollout"]
-    # Times that don't count: without a coordinator, and those that a step of the clock skipped.
+    # Excluded: times without a coordinator, and times that a step of the clock skipped.
     excluded_spans = log.without_coordinator() + [
         (step.recorded_at - step.event.seconds, step.recorded_at) for step in log.rare(["ClockStepped"])
         if isinstance(step.event, ev.ClockStepped) and step.event.seconds > 0]
     edges = sorted((at, kind, change) for kind, spans in enumerate((open_spans, serving_spans, excluded_spans))
                    for span in spans for at, change in zip(span, (1, -1), strict=True))
     seconds, last_at = 0.0, 0.0
-    active_counts = [0, 0, 0]  # spans of each kind around the present edge
+    active_counts = [0, 0, 0]  # number of spans of each kind that are open at the current edge
     for at, kind, change in edges:
         open_count, serving_count, excluded_count = active_counts
         if open_count and serving_count and not excluded_count:
@@ -250,12 +253,12 @@ def _serving_seconds(log: Log, log_end_at: float) -> float:
 
 
 def _taskset_of_eval(evaluation: dict[str, Any]) -> str:
-    """Return the taskset's name, as `letters` of the eval `12/letters`."""
+    """Return the name of an eval's taskset: `letters` for the batch `12/letters`."""
     return str(evaluation["batch_id"]).partition("/")[2]
 
 
 def _short_url(settings: Config) -> str:
-    """Return the store's URL, or the path if it is a file."""
+    """Return the store's URL, or its path if the store is a file."""
     url = str(settings.masked()["store"]["url"])
     file = file_of(url)
     return url if file is None else short_path(file)
@@ -266,7 +269,7 @@ def short_path(path: Path) -> str:
 
 
 def print_summary(run: dict[str, Any]) -> None:
-    """Print a `run_summary` for a person, with commands to look further."""
+    """Print a `run_summary` as text, with commands for a closer look at the run."""
     def number(value: float | None) -> str:
         return "none" if value is None else f"{value:z.3f}"
 

@@ -1,4 +1,4 @@
-"""Choice of the config: from a file, from a store's URL, or the one recorded in a log."""
+"""Choice of a command's config: a file, a store's URL, or the config recorded in a log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy import URL
 
 from trinity_es.cli.common import choose_log, read_config
 from trinity_es.config.config import Config
-from trinity_es.config.interpolation import escaped
+from trinity_es.config.interpolation import escape_texts
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.secrets import masked_keys
@@ -18,19 +18,19 @@ from trinity_es.events.store.database.retry import within
 from trinity_es.events.store.database.urls import file_of, masked, parse_url
 from trinity_es.projections.reading.log_reader import open_log
 
-__all__ = ["named_once", "names_config", "settings_of", "settings_of_run"]
+__all__ = ["config_from_options", "config_of_run", "is_config_file", "one_of"]
 
 
-def settings_of(config: Path | None, log: str | None) -> Config:
-    """Return the config of the options --config and --log: the file's, or one that names only the log.
+def config_from_options(config: Path | None, log: str | None) -> Config:
+    """Return the config for the options --config and --log: the file's, or a default one for the log's store.
 
-    The latter has the log's own folder of text logs and key file, if they are on this machine.
+    The latter uses the recorded folder of text logs and the recorded key file, if that folder is on this machine.
     """
     if config is not None and log is None:
         return read_config(config)
     url = parse_url(choose_log(log, config)).render_as_string(hide_password=False)
     system: dict[str, str] = {}
-    with contextlib.suppress(LogUnavailable):  # a wrong URL stays an error; a database that is down is none
+    with contextlib.suppress(LogUnavailable):  # the database is down; a wrong URL is an error
         system = within(5.0, lambda: _system_paths(url))
     return Config.from_dict({"store": {"url": url}, "system": system})
 
@@ -45,21 +45,21 @@ def _system_paths(url: str) -> dict[str, str]:
     return {"log_dir": folder, **({"key_file": system["key_file"]} if system.get("key_file") else {})}
 
 
-def named_once(argument: str | None, option: str | None) -> str | None:
-    """Return the argument or the option, whichever is set. Raises typer.BadParameter if both are and differ."""
+def one_of(argument: str | None, option: str | None) -> str | None:
+    """Return the argument or the option, whichever is set. Raises typer.BadParameter if both are set and differ."""
     if argument is not None and option is not None and argument != option:
-        raise typer.BadParameter(f"the argument is {argument} and the option {option}: give only one of them")
+        raise typer.BadParameter(f"the argument is {argument}, but the option is {option}: give only one of them")
     return argument if option is None else option
 
 
-def names_config(name: str) -> bool:
-    """Return True if this argument names a config file, not a log."""
-    return name.endswith((".yaml", ".yml")) or _is_text(Path(name))
+def is_config_file(name: str) -> bool:
+    """Return True if a command's argument names a config file and not a log."""
+    return name.endswith((".yaml", ".yml")) or _is_text_file(Path(name))
 
 
-def settings_of_run(name: str | None, overrides: list[str] | None) -> Config:
-    """Return the config in this file, or the one recorded in this log. Raises ConfigError, LogNotFound."""
-    if name is not None and names_config(name):
+def config_of_run(name: str | None, overrides: list[str] | None) -> Config:
+    """Return the config in a config file, or the config recorded in a log. Raises ConfigError, LogNotFound."""
+    if name is not None and is_config_file(name):
         return read_config(Path(name), overrides)
     url = parse_url(choose_log(name))
     with open_log(url.render_as_string(hide_password=False)) as log:
@@ -68,12 +68,12 @@ def settings_of_run(name: str | None, overrides: list[str] | None) -> Config:
     if not data:
         raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
                           "`trinity-es resume config.yaml`")
-    data.get("hosts", {}).pop("tls", None)  # older logs have it; hosts now always use TLS
+    data.get("hosts", {}).pop("tls", None)  # only in older logs, as hosts now always use TLS
     store = data.setdefault("store", {})
     _require_own_folders(url, store.get("url", ""), copied_from)
-    # The log records its URL without the password; the URL that opened the log has it.
+    # The log records its URL without the password.
     store["url"] = url.render_as_string(hide_password=False)
-    data = escaped(data)
+    data = escape_texts(data)
     apply_overrides(data, overrides or [])
     if hidden := masked_keys({k: v for k, v in data.items() if k != "store"}):
         raise ConfigError(f"the config in {masked(url)} was recorded without its secrets ({', '.join(hidden)}): name "
@@ -82,9 +82,9 @@ def settings_of_run(name: str | None, overrides: list[str] | None) -> Config:
 
 
 def _require_own_folders(url: URL, recorded_url: str, copied_from: str) -> None:
-    """Raise ConfigError for the log of a copied run, whose config names the folders of the original.
+    """Raise ConfigError if the log is a copy, because its config names the folders of the original.
 
-    `recorded_url` is the store's in the recorded config; a file counts as a copy if the original is still there.
+    A file is a copy if the file in `recorded_url`, the store of its config, is another existing file.
     """
     file = file_of(url.render_as_string(hide_password=False))
     original = file_of(recorded_url) if recorded_url else None
@@ -97,8 +97,8 @@ def _require_own_folders(url: URL, recorded_url: str, copied_from: str) -> None:
             "the config file of the copy, as in `trinity-es resume config.yaml`")
 
 
-def _is_text(path: Path) -> bool:
-    """Return whether this is an existing file that is no SQLite database."""
+def _is_text_file(path: Path) -> bool:
+    """Return True for an existing file that is not a SQLite database."""
     if not path.is_file():
         return False
     with path.open("rb") as f:

@@ -1,4 +1,4 @@
-"""A person's acceptance that a log lost events (`trinity-es accept-rewind`)."""
+"""Recording of an operator's decision to go on with a log that lost events (`trinity-es accept-rewind`)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STREAM = "system"
 
 
 def accept(config: Config, reason: str) -> dict[str, Any] | None:
-    """Record that a person accepts the loss of events that this host remembers but the log lacks; None if none is lost.
+    """Record in the log that its operator accepts the loss of events. Returns the record, or None if no event is lost.
 
-    Ends a system that runs on the store first, because its processes hold state of the lost part. Returns the event's
-    data and its position. Raises the errors of EventLog.open.
+    An event is lost if this host remembers it and the log lacks it. A system that runs on the store is ended first,
+    because its processes hold state of the lost events. Raises the errors of EventLog.open.
     """
     from trinity_es.client.teardown import end_system
 
@@ -54,7 +54,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
 
 
 def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
-    """Return the claims of this host's memory about events that the log lacks; without a log, all about events."""
+    """Return this host's remembered positions that the log does not have; all of them if there is no log."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
             return log.lost_claims(log.remembered_claims(own_memory))[1]

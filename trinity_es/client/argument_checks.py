@@ -29,13 +29,13 @@ _FORMAT_KEYS = frozenset(FormatConfig.task_keys())
 _ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
-"""Maximum of a timeout; a longer one means none, because a timer can't be set that late."""
+"""Longest timeout. Longer ones mean no limit, because timers can't be set that late."""
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
-    """Return the tasks as plain JSON, with full paths of workflows and reward functions, and secrets hidden.
+    """Encode tasks as plain JSON: workflows and reward functions become full paths, and secrets are hidden.
 
-    Raises TaskNotSerializable, UnknownWorkflow, and DataError for impossible sampling, each with the task's number.
+    Raises TaskNotSerializable, UnknownWorkflow, and DataError for a wrong argument. Each names the task's number.
     """
     add_import_folders(config.code_path, first=False)
     encoded = []
@@ -44,12 +44,12 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     secret_file = SecretFile(config.system.log_dir)
     for i, task in enumerate(tasks):
         if not isinstance(task, Task):
-            raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
+            raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: give a trinity_es.Task")
         try:
             try:
-                data = secret_file.hide(task_to_dict(_with_own_secrets(task)))
+                data = secret_file.hide(task_to_dict(_with_project_secrets(task)))
             except RecursionError as e:
-                raise TaskNotSerializable("a value of the task is nested too deeply, or contains itself") from e
+                raise TaskNotSerializable("a value is nested too deeply or contains itself: give a flat value") from e
             if task.repeat_times is not None:
                 whole_number("repeat_times", task.repeat_times, least=1)
             with_options(Sampling(), task.rollout_args, DataError, "rollout_args")
@@ -71,16 +71,13 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     return encoded
 
 
-def _with_own_secrets(task: Task) -> Task:
-    """Return the task with pydantic's SecretStr, which JSON can't hold, as `Secret`."""
+def _with_project_secrets(task: Task) -> Task:
+    """Return the task with `Secret` in place of each pydantic SecretStr, which JSON can't hold."""
     return replace(task, **{name: unmarked(value) for name in _ARGUMENT_FIELDS if (value := getattr(task, name))})
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
-    """Return a whole number from `least` to 2**31 - 1, the range of a column in every database.
-
-    Raises DataError, also for True and False.
-    """
+    """Return `value` as an int, from `least` to 2**31 - 1 (an integer column). Raises DataError, also for a bool."""
     try:
         integer = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
@@ -91,7 +88,7 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """Return a number. Raises DataError, also for True and False."""
+    """Return `value` as a float. Raises DataError for a value that is no number, and for True and False."""
     try:
         if not isinstance(value, str | bytes | bool | np.bool_):
             return float(value)  # takes numpy's and torch's scalars
@@ -101,7 +98,7 @@ def number(name: str, value: Any) -> float:
 
 
 def timeout_seconds(name: str, value: Any) -> float | None:
-    """Return a timeout; None means no limit. Raises DataError."""
+    """Return a timeout in seconds; None means no limit. Raises DataError for a negative value and NaN."""
     if value is None:
         return None
     seconds = number(name, value)
@@ -111,34 +108,34 @@ def timeout_seconds(name: str, value: Any) -> float | None:
 
 
 def text(name: str, value: Any) -> str:
-    """Return a text. Raises DataError for any other type."""
+    """Return `value`. Raises DataError unless it is a str."""
     if not isinstance(value, str):
         raise DataError(f"{name} is {shown(value)}: a text is expected")
     return value
 
 
 def list_of(name: str, value: Any, items: str) -> list[Any]:
-    """Return a list; `items` names its items in the error. Raises DataError for a text, a mapping or a single item."""
+    """Convert a sequence, set or iterator to a list; `items` names its items in the DataError for any other value."""
     if isinstance(value, Sequence | np.ndarray | Set | Iterator) and not isinstance(value, str | bytes):
         return list(value)
     raise DataError(f"{name} is a {type(value).__name__}: a list of {items} is expected")
 
 
 def mapping(name: str, value: Any) -> dict[Any, Any]:
-    """Return a mapping as a dict, {} for None. Raises DataError."""
+    """Return a mapping as a dict, {} for None. Raises DataError for other values."""
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
     raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
 
 
 def cursors(value: Any) -> list[Cursor]:
-    """Return the cursors of a mapping or a list of mappings. Raises DataError."""
+    """Convert a mapping or a list of mappings to cursors, which are read positions in tasksets. Raises DataError."""
     mappings = [value] if isinstance(value, Mapping) else list_of("cursor", () if value is None else value, "mappings")
     return [read_fields(Cursor, "cursor", dict(c) if isinstance(c, Mapping) else c) for c in mappings]
 
 
 def cut_tasks(value: Any) -> list[CutTask]:
-    """Return the unfinished tasks that tasks continue; `value` maps the latter to (batch, task). Raises DataError."""
+    """Convert `{new task: (batch, task)}` to CutTasks: each new task continues an unfinished one. Raises DataError."""
     try:
         fields_of_tasks = [{"task": task, "batch_id": batch_id, "cut_task": cut_task}
                            for task, (batch_id, cut_task) in value.items()]

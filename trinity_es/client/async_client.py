@@ -1,6 +1,6 @@
-"""`RolloutCoordinator`: the methods of `RolloutClient` for asyncio, each call in a thread.
+"""`RolloutCoordinator`: the methods of `RolloutClient` for asyncio. Each call runs in a thread.
 
-A cancelled call goes on in its thread, so its request still takes effect.
+If a call is cancelled, it goes on in its thread, and its request still takes effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 def _in_thread(
     method: Callable[Concatenate[RolloutClient, P], R],
 ) -> Callable[Concatenate[RolloutCoordinator, P], Coroutine[Any, Any, R]]:
-    """Return the async twin of a client's method."""
+    """Return an async method that calls this method of the client in a thread."""
 
     @functools.wraps(method, assigned=("__name__",))
     async def call(self: RolloutCoordinator, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -43,9 +43,9 @@ def _in_thread(
 
 
 class RolloutCoordinator:
-    """Async client with Trinity-RFT's names: `await RolloutCoordinator.get_actor(config)`.
+    """Async client with Trinity-RFT's names. Create it by `await RolloutCoordinator.get_actor(config)`.
 
-    It has the methods that a trainer needs; `client` is the blocking RolloutClient with all of them.
+    It has the methods that a trainer needs. `client` is the blocking RolloutClient, which has all methods.
     """
 
     def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
@@ -53,7 +53,7 @@ class RolloutCoordinator:
         self._resumed_at = resumed_at
         self._client: RolloutClient | None = None
         self._owns_system = False
-        """True if this object started the system, and so ends it."""
+        """True if this object started the system, and has to end it."""
         self._pool = ThreadPoolExecutor(128, thread_name_prefix="rollout-coordinator")
 
     @classmethod
@@ -67,7 +67,7 @@ class RolloutCoordinator:
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
 
     def _connect(self) -> None:
-        """Connect, after starting a system if none runs. If the connection fails, end a system that was started."""
+        """Start a system if none runs, and connect. If the connection fails, end the system that was started."""
         if self._client is None:
             if not running_system.is_up(self.config):
                 with contextlib.suppress(AlreadyRunning):  # another process was faster
@@ -77,7 +77,7 @@ class RolloutCoordinator:
                 self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
             except BaseException:
                 admin = running_system.find(self.config) if self._owns_system else None
-                if admin is not None:  # no other process would end it
+                if admin is not None:  # no other process would end this system
                     running_system.stop_keeper(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)
                 raise
@@ -90,7 +90,7 @@ class RolloutCoordinator:
         return self._client
 
     async def prepare(self) -> None:
-        """Connect or start, and wait until the engines serve. Idempotent."""
+        """Connect to the system, or start one, and wait until its engines serve. Idempotent."""
         await self._run(self._connect)
         await self._run(self.client.wait_ready)
 
@@ -130,7 +130,7 @@ class RolloutCoordinator:
     wait_ready = _in_thread(RolloutClient.wait_ready)
 
     async def experiences(self, batch_id: BatchId) -> list[Experience]:
-        """Return all experiences of a finalized batch. For large batches iterate over `client.experiences`."""
+        """Return all experiences of a finalized batch. For a large batch, iterate over `client.experiences`."""
         return await self._run(lambda: list(self.client.experiences(batch_id)))
 
     async def processed_experiences(self, after: int = 0) -> list[tuple[int, list[Experience]]]:
@@ -141,7 +141,7 @@ class RolloutCoordinator:
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
         """See RolloutClient.setup_weight_sync_group."""
-        # Not the client's method, because the GPU is that of this thread and not of a thread of the pool.
+        # Not by `_in_thread`: `gpu_of` returns the GPU of the calling thread, which a thread of the pool has not set.
         port = argument_checks.whole_number("master_port", master_port)
         make_group = self.client._publisher.make_group
         return await self._run(make_group, master_address, port, state_dict_meta, device=gpu_of())

@@ -1,11 +1,11 @@
 """The connection between a client process and the running system: requests, answers, retries.
 
 A request goes to the coordinator under an id. If no answer comes, the client asks the guardian for the coordinator's
-address and sends the request again under the same id, which the coordinator recognises. An answer counts however late
-it comes. The client keeps a coordinator's address until the guardian names another or its port is closed. So a caller
-sees a pause while a coordinator, or the whole system, is started again, an error only if no keeper starts it, and
-nothing at all if only the guardian is stopped. Sending never waits for the peer, and a caller's deadline holds. The
-class is thread-safe: each call in flight has its own endpoint (Thespian's `private()`), which later calls use again.
+address and sends the request again under the same id, which the coordinator recognises. A late answer counts too. The
+client keeps a coordinator's address until the guardian names another one or the port is closed. While a coordinator or
+the whole system restarts, a call only takes longer. It fails if no keeper restarts the system. A stopped guardian alone
+does not disturb it. Sending never waits for the peer, and a caller's deadline holds. The class is thread-safe: each
+call in flight has its own endpoint (Thespian's `private()`), which later calls reuse.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
 PATIENCE_SECONDS = 5.0
 """How long to wait for an answer before asking the guardian for the coordinator and sending the request again."""
 LIVENESS_SECONDS = 1.0
-"""Interval between two checks that the system still lives, during a wait for an answer."""
+"""Interval of the checks that the system is alive, during a wait for an answer."""
 GRACE_SECONDS = 1.0
 """Extra wait after a caller's timeout for the coordinator's own timeout error, which says more."""
 CONNECT_SECONDS = 10.0
 """Timeout of the admin's first answer."""
 MINIMUM_WAIT_SECONDS = 0.05
-"""Minimum of a wait, in which messages that have arrived are read."""
+"""Shortest wait for a message; even at a passed deadline it lets messages that have arrived be read."""
 RETRY_SECONDS = 0.05
-"""Pause before asking again if there was no coordinator."""
+"""Pause before the next question to the guardian while there is no coordinator."""
 REJOIN_SECONDS = 300.0
 """How long a keeper may take to start the system again."""
 NO_COORDINATOR_SECONDS = 330.0
-"""How long a system may be without a coordinator that takes messages before a call gives up."""
+"""A call gives up when no coordinator has taken a message for this long."""
 
 A = TypeVar("A")
 
 
-class _Connected(AuthenticatedSystemBase):
-    """System base that joins a running system and never starts one, as a new one would be empty."""
+class _JoiningBase(AuthenticatedSystemBase):
+    """Thespian system base that only joins a running system. A system that it started would be empty."""
 
     def _startAdmin(self, *_: Any) -> None:
         raise NotRunning("the actor system does not answer: start it again with `trinity-es up`")
 
 
 def system_gone(admin: dict[str, Any]) -> NotRunning:
-    """Return the error for a system that is gone and that no keeper restarts, with the reason if its owner ended."""
+    """Return the error for a system that has ended and that no keeper restarts. It says if the system's owner ended."""
     reason = f" ({why})" if (why := owner_end_reason(admin.get("owner"))) else ""
     return NotRunning(f"the actor system is gone{reason}: `trinity-es up` on the same store goes on with open batches")
 
 
 class _SystemGone(Exception):
-    """The system of a request is gone; `Connection` joins the one that replaces it."""
+    """The actor system of a session has ended. `Connection` joins the next one and sends the request again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Endpoint:
     stack: ExitStack
 
     def send(self, to: Any, message: Any, on_sent: Callable[[Any], None] = lambda status: None) -> None:
-        """Start sending. A later `next_message` calls `on_sent` with Thespian's delivery status."""
+        """Queue a message for sending. A later `next_message` sends it and calls `on_sent` with Thespian's status."""
         transport = self.system._systemBase.transport
 
         def end_listening(status: Any, _: Any) -> None:
@@ -96,9 +96,9 @@ class _Endpoint:
         transport.scheduleTransmit(None, TransmitIntent(to, message, end_listening, end_listening))
 
     def next_message(self, seconds: float) -> Any:
-        """Return the next message that arrives within `seconds`, which are at least MINIMUM_WAIT_SECONDS.
+        """Wait `seconds`, at least MINIMUM_WAIT_SECONDS, for the next message, and return it.
 
-        Returns None after that time, and when a message of `send` was delivered or failed.
+        Returns None if none arrived. Also returns None early, as soon as a message of `send` was delivered or failed.
         """
         return self.system.listen(max(MINIMUM_WAIT_SECONDS, seconds))
 
@@ -109,7 +109,7 @@ class _Endpoint:
 
 
 class _Session:
-    """This process's connection to one life of the actor system."""
+    """This process's connection to one actor system, from its start to its end; a restarted system gets a new one."""
 
     def __init__(self, admin: dict[str, Any]) -> None:
         """Join the system. Raises NotRunning, WrongKey, VersionMismatch."""
@@ -127,7 +127,7 @@ class _Session:
         address = listening_host(admin["pid"], admin["port"])
         accepts_key = self._accepts_key(address, key)
         if accepts_key is False:
-            self.require_alive()  # an admin that dies now looks as if it refused the key
+            self.require_alive()  # an admin that dies during the check seems to refuse the key
             raise WrongKey(f"the key from {key_source(admin['key_file'])} is not the key of the actor system (pid "
                            f"{admin['pid']}): give the key with which the system was started")
         if accepts_key is None:
@@ -136,14 +136,14 @@ class _Session:
                 "or hangs. Wait until its keeper process restarts it, or run `trinity-es down`, then `trinity-es up`")
         system: Any = None
         try:
-            self.system = system = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
+            self.system = system = ActorSystem(_JoiningBase(address, admin["port"], key), transientUnique=True)
             self.guardian = system.createActor(Guardian, globalName=NAME)
         except BaseException as e:
             if system is not None:
                 self.leave()
             if isinstance(e, TrinityError) or not isinstance(e, Exception):
                 raise
-            # Thespian raised it because the admin died just now
+            # an error of Thespian, because the admin died just now
             raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
 
     def _accepts_key(self, address: str, key: bytes) -> bool | None:
@@ -194,10 +194,10 @@ class _Session:
 
 
 class Connection:
-    """Requests to the running system of a store, also after a restart of the system. Raises NotRunning, WrongKey.
+    """Sends requests to the running system of a store, and reconnects when the system was restarted.
 
-    `find` takes the admin of the previous system, which is gone, or None. It returns the admin of the running system,
-    or None while a keeper starts it, and raises NotRunning if no keeper does.
+    `find` returns the admin of the running system, or None while a keeper starts it. Its argument is the admin of the
+    previous system, which has ended, or None. It raises NotRunning if no keeper starts a system.
     """
 
     def __init__(self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> None:
@@ -206,13 +206,13 @@ class Connection:
         self._joining: Future[None] | None = None
         self._closed = False
         self.last_mark: Mark | None = None
-        """End of the log in the newest answer. An answer of a log that lacks it raises LogRewound."""
+        """End of the log in the newest answer. An answer whose log lacks this position raises LogRewound."""
         self.name = f"a client (pid {os.getpid()} on {socket.gethostname()})"
         self._session = self._next_session(None)
 
     @property
     def admin(self) -> dict[str, Any]:
-        """Admin of the joined system."""
+        """Pid, port and other data of the joined system's admin process."""
         return self._session.admin
 
     def _require_open(self) -> None:
@@ -220,7 +220,7 @@ class Connection:
             raise NotRunning("this client is closed: connect again")
 
     def _rejoin(self, dead_session: _Session, deadline: float | None) -> None:
-        """Join the system that replaced that of a dead session. Raises NotRunning, TimeoutError, WrongKey."""
+        """Replace a session whose system has ended by a new one. Raises NotRunning, TimeoutError, WrongKey."""
         with self._lock:
             if self._session is not dead_session:  # another call has joined it
                 return
@@ -231,10 +231,10 @@ class Connection:
         try:
             joining.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise TimeoutError("no answer in time: the actor system is being started again; call once more") from None
+            raise TimeoutError("no answer in time, because the actor system is restarting: call again") from None
 
     def _next_session(self, last_admin: dict[str, Any] | None) -> _Session:
-        """Join the running system, or wait until its keeper started it. `last_admin`: that of the previous system."""
+        """Join the running system; while its keeper starts it, wait. `last_admin`: the admin of the ended system."""
         begun_at = time.monotonic()
         while True:
             self._require_open()
@@ -245,14 +245,14 @@ class Connection:
                 except NotRunning:
                     is_alive = process_lives(admin["pid"], admin["started"])
                     if last_admin is None and is_alive and time.monotonic() - begun_at >= CONNECT_SECONDS:
-                        raise  # it is stopped or hangs; if it died too, the keeper starts another
+                        raise  # it is stopped or hangs; if it had died, the keeper would start another
             if time.monotonic() - begun_at > REJOIN_SECONDS:
                 raise NotRunning(f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper process "
                                  "could not restart it: see keeper.log in its log folder")
             time.sleep(0.1)
 
     def _join(self, dead_session: _Session, joining: Future[None]) -> None:
-        """Replace a dead session; runs in a thread of its own. `joining` gets None, or the error."""
+        """Join the restarted system, replace `dead_session`, and complete `joining`. Runs in its own thread."""
         try:
             session = self._next_session(dead_session.admin)
         except BaseException as e:
@@ -266,16 +266,16 @@ class Connection:
         joining.set_result(None)
 
     def call(self, command: Command[A], timeout: float | None = None, *, id: str = "") -> A:
-        """Return the answer to a command. `id`: the id of an unanswered request, to send that request again.
+        """Send a command and return its answer. To repeat an unanswered request, pass its `id`.
 
         Raises the error with which the system answers, NotRunning if the system is gone, TimeoutError after `timeout`
-        seconds, and DataError for a value of a class that only this process knows.
+        seconds, and DataError for a value that can't be encoded.
         """
         answer: A = self.send(command.name, encode(command), timeout, id=id)
         return answer
 
     def send(self, name: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
-        """Return the answer to an encoded command, as `call` does."""
+        """Send an encoded command and return its answer, as `call` does."""
         deadline = None if timeout is None else time.monotonic() + timeout
         request = Request(id or uuid.uuid4().hex, name, args, self.last_mark, self.name)
         while True:
@@ -297,10 +297,10 @@ class Connection:
             self._rejoin(session, deadline)
 
     def _exchange(self, session: _Session, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
-        """Send the request until its answer comes, and return that answer's value. Raises the answer's error.
+        """Send the request, again if need be, until its answer comes. Return the answer's value or raise its error.
 
-        Each sending but the first also asks the guardian where the coordinator is. Raises TimeoutError after
-        `deadline`, NotRunning after NO_COORDINATOR_SECONDS, and _SystemGone.
+        Each repetition also asks the guardian for the coordinator's address. Raises TimeoutError after `deadline`,
+        NotRunning after NO_COORDINATOR_SECONDS, and _SystemGone.
         """
         where = Where(uuid.uuid4().hex)
         last_taken_at = time.monotonic()  # when a coordinator last took a message
@@ -339,7 +339,7 @@ class Connection:
                 elif session.coordinator is None or session.coordinator != answer.coordinator:
                     session.coordinator, send_at = answer.coordinator, now
             if deadline is not None and now >= deadline:
-                raise TimeoutError(f"the coordinator did not answer {request.command} in time")
+                raise TimeoutError(f"the coordinator did not answer {request.command} in time: call again")
             if answer is None and not session.is_alive():
                 raise _SystemGone
             if now - last_taken_at > NO_COORDINATOR_SECONDS:
@@ -347,18 +347,18 @@ class Connection:
                                  "`trinity-es status` says more")
 
     def _update_mark(self, request: Request, answer: Reply) -> None:
-        """Remember the end of the log in this answer. Raises LogRewound if the log lost events since the request."""
-        loss = lost_between(request.known, answer.end)  # the mark of the first sending: this may be the answer to that
+        """Remember the answer's end of the log. Raises LogRewound if the log lost events since the request."""
+        loss = lost_between(request.known, answer.end)  # the first sending's mark: the answer may be to that sending
         if loss is not None:
             raise LogRewound(f"the system works on a log that lost acknowledged events: {loss}. Restore a copy of the "
                              "log that has them, or accept the loss with `trinity-es accept-rewind`")
-        if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # another thread's may be newer
+        if answer.end is not None and lost_between(self.last_mark, answer.end) is None:  # a thread's may be newer
             self.last_mark = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
-        """Return the guardian's answer: the coordinator's address and the state of every child.
+        """Ask the guardian for the coordinator's address and the state of every child process.
 
-        The answer is empty if the guardian does not answer. Raises NotRunning if the system is gone and no keeper
+        Returns an empty reply if the guardian does not answer. Raises NotRunning if the system is gone and no keeper
         restarts it within `timeout` seconds.
         """
         self._require_open()
@@ -375,11 +375,11 @@ class Connection:
         return answer
 
     def _ask_guardian(self, session: _Session, timeout: float, first_message: Any = None) -> WhereReply:
-        """Return the guardian's answer, an empty one after `timeout`. `first_message` is sent before the question."""
+        """Send the guardian `first_message` and then a `Where`; return the reply, or an empty one after `timeout`."""
         try:
             endpoint = session.take_endpoint()
         except _SystemGone as e:
-            raise NotRunning("the actor system was just started again: call once more") from e
+            raise NotRunning("the actor system was just restarted: call again") from e
         try:
             question, deadline = Where(uuid.uuid4().hex), time.monotonic() + timeout
             if first_message is not None:
@@ -396,18 +396,18 @@ class Connection:
         return WhereReply("", None, {})
 
     def tell_guardian(self, message: Any) -> bool:
-        """Send the guardian a message. Returns True if it answers."""
+        """Send the guardian a message. Returns False if the guardian does not answer."""
         return bool(self._ask_guardian(self._session, PATIENCE_SECONDS, message).status)
 
     @property
     def knows_coordinator(self) -> bool:
-        """True if the client has the address of a coordinator and did not see it die."""
+        """True if this client has a coordinator's address and no sending to it has failed."""
         return self._session.coordinator is not None
 
     def retire(self, timeout: float = 15.0) -> bool:
-        """Shut the joined system down in order: engines stop, the log is closed, the actors end.
+        """Shut the system down in order: engines stop, the log is closed, the actors end.
 
-        Returns False if the guardian or the admin does not answer, because it is stopped or hangs.
+        Returns False if the guardian or the admin does not answer.
         """
         session = self._session
         if not session.is_alive():
@@ -430,7 +430,7 @@ class Connection:
         return True
 
     def admin_answers(self) -> bool:
-        """Return whether the admin of the joined system handles messages, rather than being stopped or hung."""
+        """Return True if the system's admin handles messages, False if it is suspended or hangs."""
         admin = self.admin
         host = listening_host(admin["pid"], admin["port"])
         return knock(host, admin["port"], read_key(admin["key_file"])) is not None
@@ -442,7 +442,7 @@ class Connection:
 
 
 def _close_sockets(transport: Any) -> None:
-    """Close Thespian's sockets. Its own `close` shuts them down but leaves the descriptors open."""
+    """Close all sockets of a Thespian transport. Its own `close` shuts them down but leaves the descriptors open."""
     listening_socket = getattr(transport, "socket", None)
     transport.close_oldest_idle_sockets(10_000)
     transport.close()

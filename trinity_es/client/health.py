@@ -1,4 +1,4 @@
-"""Health of a system, from the running system or from its log, for `trinity-es status` and `why`."""
+"""Health of a system for `trinity-es status` and `why`, read from the running system or else from its log."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from trinity_es.projections.why.system_state import SystemSnapshot, with_live
 from trinity_es.safe_text import does
 from trinity_es.system import remembered_log_end
 
-__all__ = ["explain", "facts", "look"]
+__all__ = ["explain", "facts", "read_health"]
 
 READ_SECONDS = 10.0
-"""Timeout of reading the log: its server may be frozen."""
+"""Timeout of a read of the log, whose database server may hang."""
 
 
 def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return `live` and `system` for `Log.why`, from the system of this store if one runs and this machine reaches it.
+    """Return the arguments `live` and `system` of `Log.why`: status of the running system, and state of its processes.
 
-    Raises WrongKey, and LogRewound if a rewound log halted the system.
+    `live` is None if no system runs on this store or this machine can't reach it. Raises WrongKey, and LogRewound if
+    the log lost events.
     """
     try:
         from trinity_es.system import running_system
@@ -49,18 +50,18 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         with connect(config) as client:
             return client.facts()
     except (errors.LogRewound, errors.WrongKey):
-        raise  # a person has to act
-    except errors.TrinityError:  # it ended meanwhile: the log says which runners it had
+        raise  # the user has to act
+    except errors.TrinityError:  # the system ended meanwhile: the log names its runners
         return None, {}
 
 
 def explain(
     config: Config, batch: str | None = None, find_batch: Callable[[Log, str], BatchId] | None = None
 ) -> list[Why]:
-    """Explain what this batch, or every open one, waits for. `find_batch` returns the id for `batch`, a typed text.
+    """Explain what a batch, or each open batch, waits for.
 
-    While the log can't be read, the running system's answer on its open batches is used. Raises BatchNotFound,
-    LogError, and LogRewound if the log lost acknowledged events.
+    `batch`: the batch as the user typed it; `find_batch` returns its id. If the log can't be read, the running system's
+    status is used. Raises BatchNotFound, LogError, and LogRewound if the log lost acknowledged events.
     """
     with contextlib.suppress(errors.LogUnavailable):
         within(READ_SECONDS, lambda: remembered_log_end.require_remembered(config))
@@ -87,7 +88,7 @@ def explain(
 
 
 def _startup_note(live: dict[str, Any] | None) -> str:
-    """Return text for a BatchNotFound: a system is starting, and may not have the batch yet; "" if none is."""
+    """Return text for BatchNotFound that says that the system is starting; "" if it is not."""
     if live is None:
         return ""
     if "weights_version" not in live:
@@ -99,13 +100,13 @@ def _startup_note(live: dict[str, Any] | None) -> str:
     return f"; the system is starting: {activity}"
 
 
-def look(config: Config) -> dict[str, Any]:
-    """Return the health of this store's system as plain JSON. A value is None, "", {} or [] if there is nothing to say.
+def read_health(config: Config) -> dict[str, Any]:
+    """Return the health of this store's system as plain JSON. Unknown values are None, "", {} or [].
 
-    `up`: whether the system runs; `batches`: the open ones; `problems`: a line each; `ends`: why the processes of a
-    system are ending; `led_by`: the leader of a run in which this machine takes no part; `last_batch`: the batch that
-    ended last; `run`: progress of the `trinity-es run` in the log; `killed`: pids of the explorer and trainer that were
-    killed on this machine; `held`: pids of those that live.
+    `up`: whether the system runs; `batches`: the open batches; `problems`: a line per problem; `ends`: why the system
+    is ending; `led_by`: the leader on another host, if no system runs here; `last_batch`: the batch that ended last;
+    `run`: progress of the `trinity-es run` in the log; `killed`: pids of the explorer and trainer that were killed on
+    this machine; `held`: pids of those that are alive.
     """
     from trinity_es.system import run_lock, running_system
 
@@ -174,7 +175,7 @@ def look(config: Config) -> dict[str, Any]:
 
 
 def _add_live(health: dict[str, Any], live: dict[str, Any]) -> None:
-    """Add coordinator, runners, open batches and hosts to `health` from the status of the running system."""
+    """Add coordinator, runners, open batches and hosts to `health`, from the status of the running system."""
     children = live["system"].get("children", [])
     if "weights_version" in live:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
@@ -191,7 +192,7 @@ def _add_live(health: dict[str, Any], live: dict[str, Any]) -> None:
 
 
 def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, with_units: bool) -> list[dict[str, Any]]:
-    """Return a row for each batch of `whys`, beginning with that in `rows`, which are older and may have ended ones."""
+    """Return a row for each batch in `whys`. It has the batch's values from `rows`, updated by the newer `whys`."""
     row_by_id = {row["batch_id"]: row for row in rows}
     return [
         row_by_id.get(why.batch_id, {}) | {
@@ -204,7 +205,7 @@ def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, with_units: bo
 
 
 def _add_from_log(log: Log, health: dict[str, Any]) -> None:
-    """Add open batches from the log and, unless there are some, runners: the system gave no whole status."""
+    """Add open batches, and runners if `health` has none, from the log. For a system that gave no full status."""
     health["batches"] = [
         {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
          "failed_attempts": b.failed_attempts}
@@ -223,7 +224,7 @@ def _add_from_log(log: Log, health: dict[str, Any]) -> None:
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:
-    """Return the batch that ended last; `failed_whole`: every run of it failed."""
+    """Return the batch that ended last, or None. `failed_whole`: whether all its runs failed."""
     for row in log.batches(sort="ended", descending=True, limit=1):
         if row.ended_at is not None:
             state = log.current(row.batch_id)
@@ -236,7 +237,7 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
 def _run_progress(log: Log) -> dict[str, Any] | None:
     """Return the progress of the `trinity-es run` of this log; None if another program submitted its batches.
 
-    `step`: the last step that was submitted; `total_steps`: None if unknown; `complete`: None if the log can't tell;
+    `step`: the last submitted step; `total_steps`: None if unknown; `complete`: None if the log does not show it;
     `trained`: the last trained step, None if there is none; `last_at`: unix seconds of the log's last event.
     A run with a trainer is complete when the weights of its last step are saved.
     """
@@ -265,9 +266,9 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
 
 
 def _last_step_of_tasksets(log: Log, config: Mapping[str, Any], step: int) -> int | None:
-    """Return the last step for which a run's tasksets have rows, counted from `step`, the last submitted one.
+    """Return the step at which a run's tasksets are used up. `step`: the last submitted step.
 
-    None if there is no taskset, or if one is endless or not in the log.
+    Returns None if there is no taskset, or if a taskset is endless or not in the log.
     """
     buffer = config.get("buffer") or {}
     inputs = buffer.get("explorer_input") or {}

@@ -1,4 +1,4 @@
-"""Problems of a system, one line each: the name of the thing, its fault and the way out."""
+"""Problems of a system for `trinity-es status`: each line names the faulty part, its fault and the remedy."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["problems"]
 
 _SYSTEM_CAUSES = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced",
                   "no_coordinator", "no_database"}
-"""Causes that are reported once for the system, not once per batch."""
+"""Causes of a batch's wait that are reported once for the system, not once per batch."""
 
 
 def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
-    """Yield a line per problem. `health`: the result of `health.look` so far; `live`: the system's status, or None."""
+    """Yield a line per problem. `health`: the result of `read_health` so far; `live`: the system's status, or None."""
     logs = config.system.log_dir
     last_batch = health.get("last_batch") or {}
     resume = resume_command(health["store"]) if health.get("run") else ""
@@ -73,7 +73,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
         yield (f"another system took this store ({fenced}), so this one has halted: end the wrong one with "
                "`trinity-es down` on its host")
         return
-    if health["coordinator"] is None and not live.get("refuses"):  # one that refuses reports its trouble below
+    if health["coordinator"] is None and not live.get("refuses"):  # a refusal is reported below
         children = {c["name"]: c for c in live["system"].get("children", [])}
         yield (f"{coordinator_away(children.get('coordinator', {}))}; if it does not come, coordinator.log in {logs} "
                "says why")
@@ -107,7 +107,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
 
 
 def _interrupted_run(killed: dict[str, int], resume: str, run: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem if processes of a run were killed: `killed` has their pids by role (explorer, trainer)."""
+    """Yield a line if processes of the run were killed. `killed`: their pids by role (explorer, trainer)."""
     if not killed:
         return
     if len(set(killed.values())) == 1:  # of a run in one process
@@ -120,7 +120,7 @@ def _interrupted_run(killed: dict[str, int], resume: str, run: Mapping[str, Any]
 
 
 def _host_fault(host: dict[str, Any]) -> str | None:
-    """Return the fault of a host that joined and the way out; None if it has none."""
+    """Return a joined host's fault and its remedy; None if it has no fault."""
     if host["state"] == "lost":
         return (f"was lost: {host['reason']}; its work is attempted elsewhere. If it does not come back by itself, run "
                 "`trinity-es join` on it")
@@ -132,7 +132,7 @@ def _host_fault(host: dict[str, Any]) -> str | None:
 
 
 def _has_steps_left(health: dict[str, Any]) -> bool:
-    """Return True if a `trinity-es run` certainly has steps left."""
+    """Return True only if a `trinity-es run` is known to have steps left."""
     return bool(health.get("run")) and health["run"]["complete"] is False
 
 

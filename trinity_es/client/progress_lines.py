@@ -1,15 +1,15 @@
-"""Progress lines of a program that waits."""
+"""Output of progress lines, for programs with and without logging."""
 
 from __future__ import annotations
 
 import logging
 import sys
 
-__all__ = ["tell"]
+__all__ = ["report_progress"]
 
 
-def tell(logger: logging.Logger, text: str) -> None:
-    """Log a line at INFO, or print it to stderr if the program did not set up logging, since INFO would not show."""
+def report_progress(logger: logging.Logger, text: str) -> None:
+    """Log a line at INFO. If the program did not set up logging, INFO would not show, so print it to stderr."""
     if logger.hasHandlers():
         logger.info("%s", text)
     else:

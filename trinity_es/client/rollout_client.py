@@ -1,7 +1,7 @@
 """The blocking client of a trainer (`connect`); `RolloutCoordinator` is its async twin.
 
-Commands and answers are small and go through the coordinator; large tasks, and all experiences, go through the payload
-store, which this process opens itself.
+Commands and answers are small and go through the coordinator. Large tasks and all experiences go through the payload
+store, which the client's process opens itself.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from trinity_es.weights.weights_reader import read_weight
 __all__ = ["RolloutClient", "connect"]
 
 READ_SECONDS = 10.0
-"""Timeout of reading the log for `why`: its server may be frozen."""
+"""Timeout of a read of the log for `why`, as its database server may hang."""
 
 A = TypeVar("A")
 
 
 def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
-    """Return a client, a context manager, of the running system of this config's store. Raises NotRunning.
+    """Connect to the running system of this config's store. Raises NotRunning. The client is a context manager too.
 
-    A trainer that resumes from its checkpoint of step k passes `resumed_at=k` (0: from the initial model). It then
-    gets those train batches again that were acknowledged with a later step or never. They are not generated again:
+    A trainer that resumes from its checkpoint of step k passes `resumed_at=k` (0: from the initial model). The train
+    batches that were acknowledged with a later step, or never, are then delivered again without being generated again.
     `client.redelivered` lists them, and `next_batch` returns them first. Raises PayloadNotFound if `store.retention`
     freed some of them.
     """
@@ -71,12 +71,12 @@ class RolloutClient(SystemClient):
         super().__init__(config)
         self._publisher = Publisher(config, self._call_with_grace, lambda: self.log)
         self.redelivered: list[BatchId] = []
-        """Batches that a resumed trainer gets again: first the trained ones by step, then the others as finalized."""
+        """Batches that a resumed trainer gets again: trained batches by step, then others in order of finalizing."""
         self._redelivered_up_to = 0
-        """Log position up to which every finalized train batch is redelivered or was acknowledged earlier."""
+        """Log position: each train batch finalized up to here is redelivered, or was acknowledged for an old step."""
         self._take_lock = threading.Lock()
         self._unanswered_take_ids: dict[tuple[int, int | None], str] = {}
-        """Ids of requests for experiences without an answer in time, by number of experiences and step."""
+        """Ids of requests for experiences that timed out without an answer, by number of experiences and step."""
         if resumed_at is not None:
             try:
                 command = commands.ResumeTrainer(step=argument_checks.whole_number("resumed_at", resumed_at))
@@ -88,7 +88,7 @@ class RolloutClient(SystemClient):
         self._pending_redeliveries = deque(self.redelivered)
 
     def read(self, refs: Sequence[PayloadRef]) -> ExperienceColumns:
-        """Return the experiences of these refs of the log. Raises PayloadNotFound, CorruptPayload."""
+        """Read the experiences that these references of the log name. Raises PayloadNotFound, CorruptPayload."""
         ref_list = argument_checks.list_of("refs", refs, "PayloadRef")
         for ref in ref_list:
             if not isinstance(ref, PayloadRef):
@@ -96,9 +96,9 @@ class RolloutClient(SystemClient):
         return read_columns(self._payloads, ref_list, mapped=True)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
-        """Return tasks encoded for a request; those too large for a message are stored as a payload.
+        """Encode tasks for a request. Tasks too large for a message are stored as a payload.
 
-        Raises TaskNotSerializable, UnknownWorkflow, DataError with the task's number.
+        Raises TaskNotSerializable, UnknownWorkflow and DataError, each with the task's number.
         """
         return pack(argument_checks.encode_tasks(tasks, self.config), self._payloads)
 
@@ -110,11 +110,11 @@ class RolloutClient(SystemClient):
     ) -> None:
         """Submit a batch; it is durable when this returns.
 
-        `cursor`: how far the taskset was read for this batch (`taskset, epoch, offset`; a list for several tasksets),
-        recorded in the same transaction. So is `sources`, the identities of tasksets that are not files.
-        `continues` maps the index of a task to (batch, task): the task with this number, unfinished when that batch
-        was finalized (`synchronizer.in_flight: cut`), goes on here from its tokens. Raises BatchAlreadyActive,
-        TaskNotSerializable, UnknownWorkflow, DataError.
+        `cursor`: how far the taskset was read for this batch (`taskset, epoch, offset`; a list for several tasksets).
+        `sources`: the identities of tasksets that are not files. Both are recorded in the batch's transaction.
+        `continues`: for tasks that go on from the tokens of a task cut off by an earlier finalize
+        (`synchronizer.in_flight: cut`). It maps the task's index to (earlier batch, number of the task there).
+        Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
             raise errors.DataError(f"batch_type is {batch_type!r}: 'train' or 'eval' is expected")
@@ -135,11 +135,10 @@ class RolloutClient(SystemClient):
         self, batch_id: BatchId, tasks: Sequence[Task],
         cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> int:
-        """Add tasks to an open train batch, and return the number of the first; `cursor` is as in `submit_batch`.
+        """Add tasks to an open train batch and return the number of the first. `cursor`: see `submit_batch`.
 
-        The batch's `min_wait_num`, if it has one, grows by their number. Raises BatchNotFound (KeyError),
-        BatchTypeMismatch (ValueError), TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the
-        pipeline or has ended).
+        The batch's `min_wait_num`, if set, grows by as many. Raises BatchNotFound (KeyError), BatchTypeMismatch
+        (ValueError), TaskNotSerializable, UnknownWorkflow, DataError (also if the batch is in the pipeline or ended).
         """
         tasks, cursors = argument_checks.list_of("tasks", tasks, "tasks"), argument_checks.cursors(cursor)
         first = self._link.call(commands.AddTasks(
@@ -154,25 +153,24 @@ class RolloutClient(SystemClient):
         """Wait until enough tasks of the batch are settled, run the pipeline, and end the batch.
 
         Returns keys `batch_id, batch_type, finished_task_count, metrics`; a second call returns the same.
-        `finished_task_count` includes tasks that failed for good; `rollout/failed_task_count` counts only those. Raises
+        `finished_task_count` includes tasks that failed for good; `rollout/failed_task_count` counts only these. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
         PipelineError (the batch is RUNNING again).
 
-        `groups`: number of tasks of which the pipeline must deliver experiences. With fewer, for instance because a
-        filter dropped groups without a difference in reward, it raises TooFewGroups: nothing is delivered, and the
-        batch stays open for `add_tasks`.
+        `groups`: how many tasks must have experiences after the pipeline. If a filter left fewer (it may drop groups
+        of equal rewards), TooFewGroups is raised, nothing is delivered, and the batch stays open for `add_tasks`.
         """
         return self._finalize(batch_id, "train", timeout, groups)
 
     def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Finalize an eval batch like a train batch, but without pipeline; metrics are under `eval/<name>`."""
+        """Wait for an eval batch and end it, like a train batch but without pipeline. Metrics begin `eval/<name>`."""
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(
         self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None,
         groups: int | None = None,
     ) -> dict[str, Any]:
-        """Ask the coordinator to finalize a batch of this type, and return its result. Raises as the public methods."""
+        """Have the coordinator finalize a batch of this type, and return the result. Raises as the public methods."""
         command = commands.FinalizeBatch(
             batch_id=require_batch_id(batch_id), batch_type=batch_type,
             timeout=argument_checks.timeout_seconds("timeout", timeout),
@@ -182,23 +180,23 @@ class RolloutClient(SystemClient):
             return self._link.call(command, _with_grace(timeout))
         except errors.TrinityError:
             raise
-        except TimeoutError as e:  # not the coordinator's own timeout: it is away, or the pipeline is at work
+        except TimeoutError as e:  # from this process: the coordinator is away, or its pipeline is at work
             raise errors.FinalizeTimeout(
                 f"batch {batch_id!r}: no answer within {timeout} s. Nothing is lost: finalize it again to go on "
                 "waiting; `trinity-es why` says what the batch waits for") from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
-        """Give a batch up and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
+        """Abort a batch and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
         argument_checks.text("reason", reason)
         self._link.call(commands.AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results))
 
     def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
-        """Let ended tasks of an open batch run again, all runs of each, and ignore their earlier results.
+        """Run all runs of ended tasks of an open batch again, and ignore the tasks' earlier results.
 
-        Use this for a task whose payload was lost (`verify` names it), or for a task that failed for a reason that you
-        have fixed. `reason` and the pid and host of this process are recorded. Raises BatchNotFound; DataError for an
-        open or unknown task, and for a batch that has ended, whose result is final.
+        Use this for a task whose payload was lost (`verify` names it), or that failed for a reason that you have fixed.
+        `reason` and the pid and host of this process are recorded. Raises BatchNotFound. Raises DataError for an open
+        or unknown task, and for a batch that has ended, because its result is final.
         """
         numbers = [tasks] if isinstance(tasks, int) else argument_checks.list_of("tasks", tasks, "numbers of tasks")
         argument_checks.text("reason", reason)
@@ -209,7 +207,7 @@ class RolloutClient(SystemClient):
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; return its metrics."""
+        """Run experiences (`Experience.serialize_many`) through the pipeline, without a batch. Returns its metrics."""
         blobs = argument_checks.list_of("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not blobs:
             return {}
@@ -220,23 +218,20 @@ class RolloutClient(SystemClient):
         return self._link.call(commands.ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
-        """Yield the experiences of a finalized train batch as the pipeline left them, in order, read one by one.
+        """Read the experiences that the pipeline delivered for a finalized train batch, one by one and in order.
 
-        Raises BatchNotFound; DataError for an eval, and while the batch is not finalized; PayloadNotFound if they were
-        freed.
+        Raises BatchNotFound; DataError for an eval, and while the batch is not finalized; PayloadNotFound if the
+        experiences were freed.
         """
-        for ref in self._delivered(batch_id):
+        for ref in self._delivered_refs(batch_id):
             yield from self._columns(batch_id, [ref])
 
     def columns(self, batch_id: BatchId) -> ExperienceColumns:
-        """Return the experiences of a finalized train batch as columns, in order, without an object for each.
+        """Return the experiences of a finalized train batch as columns, in order. Raises as `experiences`."""
+        return self._columns(batch_id, self._delivered_refs(batch_id))
 
-        Raises as `experiences`.
-        """
-        return self._columns(batch_id, self._delivered(batch_id))
-
-    def _delivered(self, batch_id: BatchId) -> list[PayloadRef]:
-        """Return references to a finalized batch's experiences, from one event: a fold would read all of the batch."""
+    def _delivered_refs(self, batch_id: BatchId) -> list[PayloadRef]:
+        """Return references to a finalized batch's experiences. Reads one event, where a fold would read the batch."""
         try:
             row = self.log.batch_row(batch_id)
         except errors.BatchNotFound:
@@ -259,16 +254,15 @@ class RolloutClient(SystemClient):
                 raise
             raise errors.PayloadNotFound(
                 f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest steps "
-                "only; its events are in the log", digest=e.details["digest"]) from e
+                "only. Its events stay in the log", digest=e.details["digest"]) from e
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
         """Wait for the next `n` experiences of all finalized train batches, and take them.
 
-        `buffer.queue` sets their order, how often an experience may be taken, and how soon it may be taken again;
-        `info["use_count"]` of an experience counts its uses, this one included. `step`: the trainer's step that will
-        use them. A trainer that resumes with `resumed_at=k` can again take experiences that it took for steps after k,
-        but none that it took without a step. Acknowledge a batch when all its experiences are used up, or
-        `store.retention` keeps them for ever.
+        `buffer.queue` sets their order, how often an experience may be taken, and how soon it may be taken again. An
+        experience's `info["use_count"]` counts its uses, this one included. `step`: the trainer's step that will use
+        them. A trainer that resumes with `resumed_at=k` can take experiences of its steps after k again, but none that
+        it took without a step. `store.retention` keeps experiences until their batch is acknowledged.
 
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError if the priority
         function fails, PayloadNotFound if an experience was freed after it was taken and before it was read.
@@ -286,10 +280,10 @@ class RolloutClient(SystemClient):
         return columns.with_info("use_count", [count for ref, count in taken for _ in range(ref.count)])
 
     def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:
-        """Return references to the experiences that the coordinator gave.
+        """Request experiences from the coordinator, and return references to them.
 
-        Send an earlier request without an answer again under its id: the coordinator may have given it experiences,
-        which would otherwise be lost.
+        If an earlier request like this one got no answer, that request is sent again under its id. The coordinator may
+        have assigned experiences to it, which would otherwise be lost.
         """
         key = (command.n, command.step)
         with self._take_lock:
@@ -311,9 +305,9 @@ class RolloutClient(SystemClient):
                 "again: if it took some for this request, you get them then") from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
-        """Yield (position, experiences) of what the pipeline processed outside any batch after log position `after`.
+        """Yield (position, experiences) for each use of the pipeline outside any batch after log position `after`.
 
-        These come from `process_experiences` and from commits to the proxy of mode `serve`.
+        Such experiences come from `process_experiences`, and from commits to the proxy of mode `serve`.
         """
         after = argument_checks.whole_number("after", after)
         for recorded in self.log.read(types=["ExperiencesProcessed"], after=after):
@@ -322,9 +316,9 @@ class RolloutClient(SystemClient):
             yield recorded.position, read_experiences(self._payloads, event.experiences)
 
     def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Record that the trainer's step `step` used this batch, with `metrics` (loss, ...).
+        """Record that the trainer used this batch in its step `step`, with the step's `metrics` (loss, ...).
 
-        A second call changes nothing. After a redelivery (`resumed_at`) the new use is recorded too.
+        A second call changes nothing, unless the batch was delivered again (`resumed_at`): then both uses are recorded.
         """
         numbers = {str(name): argument_checks.number(f"metrics[{name!r}]", value)
                    for name, value in argument_checks.mapping("metrics", metrics).items()}
@@ -333,10 +327,10 @@ class RolloutClient(SystemClient):
             batch_id=require_batch_id(batch_id), step=argument_checks.whole_number("step", step), metrics=numbers))
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
-        """Wait for the first train batch finalized after log position `after`; returns its id and position.
+        """Wait for the first train batch finalized after log position `after`. Returns its id and position.
 
-        A trainer that resumed (`resumed_at`) first gets the redelivered batches, whatever `after` is. The position
-        returned with each may be passed as the next `after`: no batch is missed. Raises TimeoutError.
+        Pass the position as the next call's `after`. A trainer that resumed (`resumed_at`) gets the redelivered batches
+        first, whatever `after` is. Raises TimeoutError.
         """
         timeout = argument_checks.timeout_seconds("timeout", timeout)
         after = argument_checks.whole_number("after", after)
@@ -355,10 +349,10 @@ class RolloutClient(SystemClient):
             raise
 
     def why(self, batch_id: BatchId) -> str:
-        """Return in a few lines what the batch waits for, since when, on which runner and attempt, and what to do.
+        """Describe in a few lines what the batch waits for, since when, on which runner and attempt, and what to do.
 
-        Works also if the system has died. `client.log.why` returns the same as data, from the log alone. Raises
-        BatchNotFound, LogRewound.
+        This also works after the system died. `client.log.why` returns data in place of text, from the log alone.
+        Raises BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
         with contextlib.suppress(errors.LogUnavailable):  # reported below
@@ -379,18 +373,18 @@ class RolloutClient(SystemClient):
         """Have all engines serve these weights as `version`; returns when they do.
 
         `weights`: a checkpoint's folder in HF format, or a mapping from the checkpoint's names to tensors (torch or
-        numpy), which reach the engines through shared memory, or with `sync_method: nccl` from GPU to GPU. A version of
-        tensors does not survive a restart of the machine until it is synced again from a saved checkpoint.
+        numpy). Tensors reach the engines through shared memory, or from GPU to GPU with `sync_method: nccl`. They are
+        lost when the machine restarts, until the version is synced again from a saved checkpoint.
 
-        Raises SyncError if some engine can't load it, or not within `timeout` (seconds, default
-        `synchronizer.sync_timeout`). The version is the current one all the same: living engines keep their weights,
+        Raises SyncError if an engine can't load the weights within `timeout` (seconds, default
+        `synchronizer.sync_timeout`). `version` is the current one all the same: running engines keep their old weights,
         and an engine that starts later loads it. Sync the same version again, or a newer one.
         """
         seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(argument_checks.whole_number("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights, which were lost or moved, are now in the folder `path`."""
+        """Record the folder `path` as the new location of the current weights, after they were lost or moved."""
         self._publisher.republish(version, path)
 
     def sync_adapter(
@@ -400,23 +394,23 @@ class RolloutClient(SystemClient):
 
         `path`: a folder in PEFT's format (`model.save_pretrained(path)`). Keep it unchanged while this version is the
         current one, because an engine that starts later loads it. Tasks choose the adapter by
-        `rollout_args["adapter"]`. A request keeps the version that it began with. The model's own weights stay as they
-        are, and adapters survive `sync_weights`.
+        `rollout_args["adapter"]`. A request keeps the version that it began with. The model's own weights do not
+        change, and `sync_weights` keeps adapters.
 
-        Raises SyncError if the folder can't be served (nothing was published then), if the version is older than the
-        current one, or if some engine can't load it within `timeout` (seconds, default `synchronizer.sync_timeout`) and
-        keeps its earlier version.
+        Raises SyncError if the folder can't be served (nothing was published then), or if the version is older than the
+        current one. Also raises it if an engine can't load the adapter within `timeout` (seconds, default
+        `synchronizer.sync_timeout`); that engine keeps its earlier version.
         """
         seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         number = argument_checks.whole_number("version", version)
         return self._publisher.publish_adapter(argument_checks.text("name", name), number, path, seconds)
 
     def remove_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter: requests that name it are refused. Raises SyncError for an unknown name."""
+        """Remove a LoRA adapter. Later requests that name it are refused. Raises SyncError for an unknown name."""
         self._publisher.remove_adapter(argument_checks.text("name", name))
 
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor of the weights that the engines serve now; bfloat16 and float8 as float32.
+        """Return one tensor of the weights that the engines serve now; bfloat16 and float8 become float32.
 
         Raises WeightNotFound (KeyError) with similar names, SyncError if the weights can't be read.
         """
@@ -430,10 +424,10 @@ class RolloutClient(SystemClient):
     def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """Make the group over which `sync_method: nccl` sends weights; this process is its rank 0, at this address.
+        """Create the process group of `sync_method: nccl`, with this process as rank 0 at this address.
 
-        Needed only to choose the address, since `sync_weights` makes a group if there is none. `state_dict_meta`:
-        `(name, dtype, shape)` of each tensor, compared with the model's. Raises SyncError.
+        Needed only to choose the address: `sync_weights` creates a group if there is none. `state_dict_meta`:
+        `(name, dtype, shape)` of each tensor, to be compared with the model's. Raises SyncError.
         """
         port = argument_checks.whole_number("master_port", master_port)
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
@@ -450,5 +444,5 @@ class RolloutClient(SystemClient):
 
 
 def _with_grace(timeout: float | None) -> float | None:
-    """Return a wait that lets the coordinator's own timeout error, which says more, come first."""
+    """Return `timeout` plus time for the coordinator's own timeout error to arrive first, as it says more."""
     return None if timeout is None else timeout + GRACE_SECONDS

@@ -1,11 +1,11 @@
-"""The Scheduler with Trinity-RFT's names: tasks in, statuses and raw experiences out, batch by batch.
+"""`Scheduler`, with Trinity-RFT's names: it takes tasks, and returns statuses and raw experiences batch by batch.
 
 A scheduled batch is a stream of the log, of type `collect`; no pipeline runs on it. Tasks are durable when `schedule`
 returns, finished tasks stay finished whichever process dies, and results stay in the log until a Scheduler on the
 store collects them. Two Schedulers on one store share all batches.
 
-A call reads the results first and then records that it took them. If it is killed or cancelled in between, the
-results can still be collected; two callers of one batch never get the same results.
+A call reads results first and then records that it took them. If the call is killed or cancelled in between, the
+results can still be collected. Two callers never get the same results.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ __all__ = ["Scheduler"]
 A = TypeVar("A")
 T = TypeVar("T")
 ReadResults = Callable[[BatchState, list[int]], dict[int, list[Experience]]]
-"""Function that reads the results of tasks of a batch, by their numbers."""
+"""Reads the experiences of the tasks with these numbers, by task number."""
 
 ALL_TASKS = 2**31 - 1
-"""More tasks than a batch can have: a poll for this number waits until no task runs."""
+"""More than any batch has: a poll for this many finished tasks waits until no task runs."""
 POLL_SECONDS = 4.0
-"""How long one poll for results stays open; less than PATIENCE_SECONDS, after which a client sends it again."""
+"""How long one poll for results stays open. A client repeats a request after PATIENCE_SECONDS, which is longer."""
 RETRY_SECONDS = 0.5
 """Interval between two polls while the log can't be written."""
-MOST_THREADS = 512
+MAX_THREADS = 512
 """Maximum number of calls that wait at the same time."""
 
 _log = logging.getLogger("trinity_es.client.scheduler")
 
 
 class _Done(Awaitable[None]):
-    """Completed awaitable, so that callers may await `schedule` or not."""
+    """Completed awaitable that `schedule` returns, so that callers may await it or not."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return
@@ -65,20 +65,20 @@ class Scheduler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._rollouts: RolloutCoordinator | None = None
-        """The client; None before `start` and after `stop`."""
+        """Async client; None before `start` and after `stop`."""
         self._pool: ThreadPoolExecutor | None = None
         self._start_stop_lock = asyncio.Lock()
         self._is_stopping = False
         self._open_calls: set[asyncio.Future[None]] = set()
         """Calls that `stop` waits for."""
         self._own_batches: set[BatchId] = set()
-        """Batches that this object scheduled or waited for; `stop` pauses those that are open."""
+        """Batches that this object scheduled or waited for; `stop` pauses the open ones."""
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Connect to the running system of the store, or start one; returns when its engines serve. Idempotent.
+        """Connect to the running system of the store, or start one, and wait until its engines serve. Idempotent.
 
-        Open batches of earlier schedulers resume, and this one can collect their results. Raises StartupError.
+        Open batches of earlier Schedulers resume, and this one can collect their results. Raises StartupError.
         """
         async with self._start_stop_lock:
             if self._rollouts is not None:
@@ -86,8 +86,8 @@ class Scheduler:
             rollouts = RolloutCoordinator(self.config)
             try:
                 await rollouts.prepare()
-                self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="scheduler")
-                await self._in_thread(lambda: rollouts.client.log)  # opened once, not by each of many threads
+                self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="scheduler")
+                await self._in_thread(lambda: rollouts.client.log)  # opens the log before many threads use it
                 await self._in_thread(rollouts.client.request, commands.ResumeBatches())
             except BaseException:
                 self._close_pool()
@@ -96,10 +96,10 @@ class Scheduler:
             self._rollouts, self._is_stopping = rollouts, False
 
     async def stop(self) -> None:
-        """Wait for the tasks that are running, then disconnect, and end the system if `start` started it. Idempotent.
+        """Wait for the running tasks, disconnect, and end the system if `start` started it. Idempotent.
 
-        Pending tasks of this scheduler, and results that were not collected, stay in the log for the next `start`.
-        Calls that wait for results return those that are ready.
+        Pending tasks and uncollected results stay in the log for the next `start`. Calls that wait for results return
+        the results that are ready.
         """
         async with self._start_stop_lock:
             if self._rollouts is None:
@@ -107,7 +107,7 @@ class Scheduler:
             self._is_stopping = True
             try:
                 await self._pause_own_batches()
-            except TrinityError as e:  # the system is gone: its running tasks will run again
+            except TrinityError as e:  # the system is gone, and its running tasks will run again
                 _log.warning("stopped without its running tasks: %s", e)
             if self._open_calls:
                 await asyncio.wait(self._open_calls)
@@ -150,12 +150,12 @@ class Scheduler:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
     async def _ask(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """Return the answer to a command. `deadline`: monotonic seconds. Raises TimeoutError."""
+        """Send a command and return its answer. Raises TimeoutError after `deadline` (of `time.monotonic`)."""
         timeout = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
         return await self._in_thread(self.client.request, command, timeout)
 
     async def _ask_patiently(self, command: commands.Command[A], deadline: float = math.inf) -> A:
-        """Return the answer to a read-only command; while the log can't be written, retry for `store.retry_for` s."""
+        """Send a read-only command and return its answer. On LogUnavailable, retry for `store.retry_for` seconds."""
         retry_until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
@@ -168,9 +168,9 @@ class Scheduler:
     async def _poll_batch(
         self, batch_id: BatchId, at_least: int, seconds: float, *, resume: bool, deadline: float = math.inf
     ) -> commands.BatchProgress:
-        """Return the batch's progress, when `at_least` of its tasks can be collected or after `seconds`.
+        """Wait until `at_least` tasks of the batch can be collected, or for `seconds`; return the batch's progress.
 
-        `resume`: let the batch go on if another scheduler paused it.
+        `resume`: resume the batch if another Scheduler paused it.
         """
         command = commands.PollBatch(batch_id=batch_id, at_least=at_least, seconds=max(0.0, seconds), resume=resume)
         return await self._ask_patiently(command, deadline)
@@ -185,11 +185,11 @@ class Scheduler:
         return self.client.get_all_state()
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """Return one value of each runner's state that has it, by the runner's name."""
+        """Return the value of `key` in each runner's state, by runner. A runner without this key is left out."""
         return self.client.get_key_state(key)
 
     async def _await_tracked(self, call: Awaitable[T]) -> T:
-        """Return the result of a call of the user's; `stop` waits for the call too."""
+        """Await a user's call, and make `stop` wait for it too."""
         call_ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open_calls.add(call_ended)
         try:
@@ -200,11 +200,11 @@ class Scheduler:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
-        """Queue tasks, all or none: lower batch first, first in first out inside a batch. Durable when it returns.
+        """Queue all of these tasks or, if one is invalid, none. They are durable when this returns.
 
-        Tasks for an open batch join it and continue its numbers; if all tasks of the batch were collected, they start
-        it again. The call blocks for one commit, and may be awaited too. Raises BatchAlreadyActive for the id of a
-        batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
+        Lower batch ids run first, and inside a batch earlier tasks. Tasks for an open batch are added to it. If all its
+        tasks were collected, it starts again. The call blocks for one commit and may be awaited. Raises
+        BatchAlreadyActive for the id of a batch of `submit_batch`, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         client, task_list = self.client, list(tasks)
         require_batch_id(batch_id)
@@ -218,7 +218,7 @@ class Scheduler:
         return _Done()
 
     def has_step(self, batch_id: BatchId) -> bool:
-        """Return True if a task of the batch is pending, running or not collected."""
+        """Return True if the batch has a task that is pending, running, or finished and not collected."""
         progress = self.client.request(
             commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False))
         return bool(progress["open"] + progress["ready"])
@@ -227,15 +227,15 @@ class Scheduler:
         self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
         clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[Experience]]:
-        """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks.
+        """Wait for results of the batch and take them. Returns (statuses, experiences) in the order of its tasks.
 
-        `min_num`: number of tasks to wait for (None: all; more than there are: all, with a warning). Tasks that finish
+        `min_num`: number of tasks to wait for (None: all; if there are fewer: all, with a warning). Tasks that finish
         within `explorer.over_rollout.wait_after_min` seconds after that are taken too. `timeout`: seconds after which
-        the finished tasks are returned; None: no limit but that of each attempt. `clear_timeout_tasks`: cancel the
-        tasks that have not finished by then, which frees their places; otherwise they go on, and a later call returns
-        their results. `return_partial_tasks`: return also cancelled tasks that have finished runs, with these runs
-        (None: as `explorer.over_rollout.return_partial_tasks`). A batch that was never scheduled, or was collected,
-        gives nothing. Raises BatchTypeMismatch for a batch of `submit_batch`, DataError, and PayloadNotFound if an
+        the finished tasks are returned; None: no limit but the timeout of each attempt. `clear_timeout_tasks`: cancel
+        the tasks that have not finished when the wait ends; otherwise they go on, and a later call returns their
+        results. `return_partial_tasks`: also return the finished runs of cancelled tasks (None: as
+        `explorer.over_rollout.return_partial_tasks`). A batch that was never scheduled, or was collected, returns
+        nothing. Raises BatchTypeMismatch for a batch of `submit_batch`, DataError, and PayloadNotFound if an
         experience is not in the payload store (nothing is taken then).
         """
         statuses, groups = await self._results(
@@ -246,9 +246,9 @@ class Scheduler:
         self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
         clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[bytes]]:
-        """Wait for results and take them as `get_results`, with the experiences of each task serialized.
+        """Wait for results and take them like `get_results`, with a payload of serialized experiences per task.
 
-        Payloads (for `Experience.deserialize_many`) are in the order of the tasks; a task without experiences has none.
+        Read a payload with `Experience.deserialize_many`. A task without experiences has no payload.
         """
         statuses, groups = await self._results(
             self._read_experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
@@ -258,7 +258,7 @@ class Scheduler:
         self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
         clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> list[Status]:
-        """Wait for results and take them as `get_results`, but read no experiences; they stay in the payload store."""
+        """Wait for results and take them like `get_results`, but return the statuses only and read no experiences."""
         statuses, _ = await self._results(
             lambda state, numbers: {}, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses
@@ -266,17 +266,17 @@ class Scheduler:
     async def abort_batch(
         self, batch_id: BatchId, return_partial_tasks: bool = False, restart_runners: bool = True
     ) -> None:
-        """Cancel the open tasks of the batch. Finished ones can still be collected; an unknown id is no error.
+        """Cancel the open tasks of the batch. Its finished tasks can still be collected. An unknown id is no error.
 
-        With `return_partial_tasks` cancelled tasks that have finished runs can be collected too. `restart_runners` has
-        no effect: cancelled tasks free their places at once, and a workflow that resists is ended by force. Raises
+        With `return_partial_tasks` the finished runs of cancelled tasks can be collected too. `restart_runners` has no
+        effect: runners stop cancelled tasks at once, and end a workflow that does not stop by force. Raises
         BatchTypeMismatch for a batch of `submit_batch`.
         """
         require_batch_id(batch_id)
         await self._cancel_open_tasks(batch_id, "abort_batch was called", return_partial_tasks)
 
     async def _cancel_open_tasks(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
-        """Cancel the open tasks of a batch (None: of all scheduled ones); `partial`: see `return_partial_tasks`."""
+        """Cancel the open tasks of a batch (None: of all scheduled batches). `partial`: see `return_partial_tasks`."""
         return_partial = None if partial is None else bool(partial)
         await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=return_partial))
 
@@ -284,7 +284,7 @@ class Scheduler:
         self, read: ReadResults, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
         partial: bool | None,
     ) -> tuple[list[Status], list[list[Experience]]]:
-        """Wait for results and take them: the statuses, and the experiences of each taken task that `read` returned."""
+        """Check the arguments, wait for results and take them. Returns the statuses, and each task's experiences."""
         require_batch_id(batch_id)
         if min_num is not None:
             min_num = argument_checks.whole_number("min_num", min_num)
@@ -297,9 +297,9 @@ class Scheduler:
         self, read: ReadResults, batch_id: BatchId, min_num: int | None, deadline: float, clear: bool,
         partial: bool | None,
     ) -> tuple[list[Status], list[list[Experience]]]:
-        """Wait and take until this caller got results: another caller may take those that it waited for.
+        """Wait for results and take them. If another caller took them first, wait for the remaining tasks.
 
-        `clear`: cancel the tasks that are open then; `partial`: see `return_partial_tasks` of `get_results`.
+        `clear`: `clear_timeout_tasks` of `get_results`; `partial`: its `return_partial_tasks`.
         """
         is_first_wait = True
         while True:
@@ -316,7 +316,7 @@ class Scheduler:
             is_first_wait = False  # another caller was faster: wait for the remaining tasks
 
     async def _wait_for_enough(self, batch_id: BatchId, min_num: int | None, deadline: float, *, warn: bool) -> str:
-        """Wait for enough tasks; returns why it stopped waiting, or "" if no task is open.
+        """Wait for enough finished tasks. Returns why the wait ended, or "" if no task is open.
 
         `warn`: log a warning if the batch has fewer tasks than `min_num`.
         """
@@ -353,7 +353,7 @@ class Scheduler:
     def _read_results(
         self, batch_id: BatchId, read: ReadResults
     ) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
-        """Return the batch's state, the numbers of its tasks that can be taken, and their results."""
+        """Return the batch's state, the numbers of its tasks that can be collected, and their experiences by number."""
 
         def read_once() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
             state = self.client.log.current(batch_id)
@@ -376,7 +376,7 @@ class Scheduler:
         return by_task
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
-        """Record these tasks as taken; returns those that this caller got. A cancellation waits until that is known."""
+        """Record tasks as taken; return those that no other caller took before. A cancellation waits for the answer."""
         command = commands.TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
         taking = asyncio.ensure_future(self._ask(command))
         while not taking.done():
@@ -390,14 +390,14 @@ class Scheduler:
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
         """Wait until no task of any scheduled batch is pending or running, without taking results.
 
-        Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but that of each
-        attempt). With `clear_timeout_tasks` the open tasks of every scheduled batch of the store are then cancelled.
+        Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but the timeout of
+        each attempt). `clear_timeout_tasks`: before that, cancel the open tasks of all scheduled batches of the store.
         """
         seconds = argument_checks.timeout_seconds("timeout", timeout)
         await self._await_tracked(self._wait_all(seconds, clear_timeout_tasks))
 
     async def _wait_all(self, timeout: float | None, clear: bool) -> None:
-        """Wait as `wait_all`, polling the coordinator; `timeout` counts from the last task that was settled."""
+        """Poll the coordinator until no task is open. `timeout` counts from the last task that settled."""
         limit = math.inf if timeout is None else timeout
         settled_count, progress_at, seconds = -1, time.monotonic(), 0.0
         while True:
@@ -405,12 +405,14 @@ class Scheduler:
             try:
                 progress = await self._ask_patiently(command, progress_at + limit)
             except TimeoutError as e:
-                raise WaitTimeout(f"no answer from the coordinator within {timeout} s", batches=[]) from e
+                raise WaitTimeout(f"no answer from the coordinator within {timeout} s: wait again, or see "
+                                  "`trinity-es status`", batches=[]) from e
             now = time.monotonic()
             if progress["open"] == 0:
                 return
             if self._is_stopping:
-                raise NotRunning(f"the scheduler was stopped; {progress['open']} open tasks stay in the log")
+                raise NotRunning(f"the scheduler was stopped, and {progress['open']} open tasks stay in the log: call "
+                                 "`await scheduler.start()` to go on")
             if progress["settled"] > settled_count >= 0:
                 progress_at = now
             settled_count = progress["settled"]

@@ -10,9 +10,9 @@ __all__ = ["state_of_runner", "stopped_processes"]
 
 
 def state_of_runner(pid: int, *, is_system_up: bool) -> str:
-    """Return `stopped` if the runner got SIGSTOP, `silent` if it lives otherwise, else `down`.
+    """Return "stopped" if SIGSTOP suspended the runner, "silent" if it is alive otherwise, and "down" if it is gone.
 
-    `is_system_up`: whether its system exists; otherwise a process with this pid is another program's.
+    If its system is not up, a process with this pid belongs to another program, and the runner is "down".
     """
     with contextlib.suppress(psutil.Error, ValueError):
         process = psutil.Process(pid)
@@ -22,7 +22,7 @@ def state_of_runner(pid: int, *, is_system_up: bool) -> str:
 
 
 def stopped_processes(admin_pid: int) -> list[int]:
-    """Return the pids of the admin and its descendants that are stopped by SIGSTOP."""
+    """Return the pids of those processes, among the admin and its descendants, that SIGSTOP suspended."""
     pids = list[int]()
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(admin_pid)

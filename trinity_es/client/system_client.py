@@ -1,4 +1,4 @@
-"""The part of the client that is about the system itself: status, runners, hosts, log, end."""
+"""`SystemClient`: the client's methods about the system itself, such as status, runners, hosts and shutdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trinity_es.system.leftovers import leftovers
 __all__ = ["SystemClient"]
 
 FACTS_SECONDS = 10.0
-"""How long to wait for the running system before answering from the log alone."""
+"""How long `facts` waits for the running system; after that the caller uses the log alone."""
 
 A = TypeVar("A")
 
@@ -39,10 +39,10 @@ class SystemClient:
         self._log: Log | None = None
 
     def _find_admin(self, last_admin: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the admin of the running system; None while the keeper starts it.
+        """Return the admin of the running system; None while the keeper starts a system.
 
-        `last_admin`: that of the previous system, which is gone. Raises NotRunning if no keeper starts one, and
-        LogRewound as `_require_log`.
+        `last_admin`: the admin of the previous system, which has ended. Raises NotRunning if no keeper starts a system,
+        and LogRewound as `_require_log`.
         """
         admin = running_system.find(self.config)
         if admin is None:
@@ -51,7 +51,7 @@ class SystemClient:
             else:
                 self._require_log()
             if running_system.stopped(self.config)["kept"] is None:
-                raise running_system.none_runs(self.config) if last_admin is None else system_gone(last_admin)
+                raise running_system.not_running_error(self.config) if last_admin is None else system_gone(last_admin)
         return admin
 
     def _require_log(self) -> None:
@@ -66,7 +66,7 @@ class SystemClient:
         self.close()
 
     def close(self) -> None:
-        """Disconnect; the system goes on."""
+        """Disconnect. The system goes on."""
         self._link.close()
         if self._log is not None:
             self._log.close()
@@ -79,17 +79,14 @@ class SystemClient:
         return self._log
 
     def request(self, command: Command[A], timeout: float | None = None) -> A:
-        """Return the coordinator's answer to a command of `trinity_es.actors.commands` that has no method here.
+        """Send a command of `trinity_es.actors.commands` to the coordinator, and return its answer.
 
         Raises the error that the coordinator answers with, NotRunning, and TimeoutError after `timeout` seconds.
         """
         return self._link.call(command, timeout)
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
-        """Return batches, runners and processes at a glance, as plain JSON.
-
-        Raises TimeoutError after `patience` seconds.
-        """
+        """Return the state of batches, runners and processes as plain JSON. Raises TimeoutError after `patience` s."""
         patience = argument_checks.number("patience", patience)
         deadline = time.monotonic() + patience
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
@@ -99,46 +96,47 @@ class SystemClient:
         return {"system": where.status, "batches": [], "runners": [], **coordinator_status}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
-        """End a runner's process and start another; returns `runner` and the new `incarnation` when the process runs.
+        """End a runner's process and start another. Returns `runner` and its new `incarnation` when the process runs.
 
-        The runner's units are attempted again, which doesn't count as a failed attempt. The new engine still loads
-        then (`wait_ready`). The event `RunnerLost` records this caller and `reason`. A runner that failed, was given up
-        or waits for its restart is started at once. Raises RunnerNotFound (KeyError), TimeoutError.
+        The new engine is still loading then (`wait_ready`). The runner's tasks are attempted again, which doesn't count
+        as a failed attempt. A runner that failed, is quarantined or waits for its restart is started at once. The event
+        `RunnerLost` records this caller and `reason`. Raises RunnerNotFound (KeyError), TimeoutError.
         """
         limit = argument_checks.timeout_seconds("timeout", timeout) or 60.0
         deadline = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
             raise TimeoutError("restart_runner: the guardian, which restarts runners, did not answer within "
-                               f"{PATIENCE_SECONDS:.0f} s")
+                               f"{PATIENCE_SECONDS:.0f} s: see `trinity-es status`")
         incarnations = {c["name"]: c["incarnation"] for c in status.get("children", []) if c["name"] != "coordinator"}
         if argument_checks.text("name", name) not in incarnations:  # perhaps a runner of another host
             rows = self._link.call(GetStatus(), max(0.0, deadline - time.monotonic()))["runners"]
             incarnations = {r["runner"]: r["incarnation"] for r in rows} | incarnations
         if name not in incarnations:
-            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(incarnations)) or 'none'}")
+            raise RunnerNotFound(f"there is no runner {name!r}. The runners are: "
+                                 f"{', '.join(sorted(incarnations)) or 'none'}")
         caller = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         command = RestartRunner(
             runner=name,
-            incarnation=incarnations[name],  # so a request that comes twice ends one life only
+            incarnation=incarnations[name],  # so a request that arrives twice ends one process only
             reason=f"{caller}: {reason}" if reason else caller,
         )
         answer = self._link.call(command, max(0.0, deadline - time.monotonic()))
         return dict(answer)
 
     def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Add running vLLM servers as engines (`engine_type: http`) or remove some; returns all servers after that.
+        """Add or remove running vLLM servers (`engine_type: http`). Returns all servers after the change.
 
-        A removed server gets no more tasks, finishes those that it has, and is disconnected. This overrides the
-        config's list, also after a restart. Raises DataError for an invalid URL, and for removing an unknown server.
+        A removed server gets no more tasks, finishes its current ones, and is disconnected. The change overrides the
+        config's list, also after a restart. Raises DataError for an invalid URL, and if an unknown server is removed.
         """
         command = ScaleServers(add=list(add), remove=list(remove))
         return [dict(server) for server in self._link.call(command)["servers"]]
 
     def drain_host(self, name: str, *, reason: str = "") -> dict[str, Any]:
-        """Have a joined host leave: it gets no new units, finishes those that it has, and its system ends.
+        """Make a joined host leave: it gets no new units, finishes its current ones, and ends its processes.
 
-        Returns the host's epoch and the number of its units. Raises HostNotFound.
+        Returns the host's epoch and the number of its current units. Raises HostNotFound.
         """
         caller = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
         answer = self._link.call(DrainHost(host=name, reason=f"{caller}: {reason}" if reason else caller))
@@ -153,12 +151,12 @@ class SystemClient:
         return self._link.call(GetRunnerStates(names=[name])).get(name, {})
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """Return one value, such as `workflow_id`, of each runner's state that has it, by the runner's name."""
+        """Return the value of `key` in each runner's state, by runner. A runner without this key is left out."""
         argument_checks.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}
 
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """Return `live` and `system` for `Log.why`: the system's status (None if it is silent), and its processes."""
+        """Return `live` and `system` for `Log.why`: the system's status (None without an answer), and its processes."""
         try:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
@@ -166,13 +164,13 @@ class SystemClient:
                 return None, {"up": False, **running_system.stopped(self.config)}
             return None, {"up": True}
         except (LogRewound, WrongKey):
-            raise  # these say more than that the system is silent
+            raise  # these say more than "no answer"
         except (TrinityError, TimeoutError):
             return None, {"up": True}
         return (status if status["system"] else None), {"up": True}
 
     def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
-        """Wait until every engine serves. Raises StartupError with the reason of an engine that can't."""
+        """Wait until every engine serves. Raises StartupError with the reason if an engine can't."""
         explorer = self.config.explorer
         lifecycle.wait_ready(
             self.status, argument_checks.timeout_seconds("timeout", timeout) or self.config.system.startup_timeout,
@@ -183,12 +181,12 @@ class SystemClient:
     def _end(self) -> int:
         """End the whole system. Returns the number of processes that had to be killed."""
         running_system.stop_keeper(self.config)
-        with contextlib.suppress(TrinityError):  # joins the current system if the keeper started another one
+        with contextlib.suppress(TrinityError):  # reconnects if the keeper has started another system
             self._link.where()
         processes = leftovers(self.config)
         killed_count = lifecycle.stop(self._link.admin, self._link.retire)
         with contextlib.suppress(TrinityError):  # the database may be away
-            if running_system.find(self.config) is None:  # otherwise another system runs by now
-                # Processes that workflows started and left.
+            if running_system.find(self.config) is None:  # else another system runs by now
+                # These are processes that workflows started and did not end.
                 killed_count += running_system.end(running_system.wait_gone(processes, 0.5))
         return killed_count

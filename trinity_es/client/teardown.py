@@ -1,4 +1,4 @@
-"""The end of a system: in order, then by force for what is left of it."""
+"""Shutdown of a system: in order first, then by killing the processes that are left."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Teardown", "end_system"]
 
 @dataclass(slots=True)
 class Teardown:
-    """How a system was ended."""
+    """Outcome of a system's shutdown."""
 
     killed: int = 0
-    """Processes that did not end by themselves."""
+    """Number of processes that did not end by themselves."""
     left: list[int] = field(default_factory=list)
-    """Pids that could not be ended."""
+    """Pids of processes that could not be killed."""
 
 
 def end_system(config: Config) -> Teardown:
@@ -32,7 +32,7 @@ def end_system(config: Config) -> Teardown:
         if running_system.find(config) is not None:
             ended.killed += connect(config).shutdown()
     except TrinityError:
-        pass  # it does not answer, or ended meanwhile: the rest of it is killed
+        pass  # it does not answer, or ended meanwhile: the next line kills its processes
     ended.killed += end_all_leftovers(config)
     ended.left = [p.pid for p in leftovers(config)]
     return ended

@@ -6,8 +6,8 @@ all problems, a line each. An unknown key is refused, with the nearest known one
 machine: files, and names to import. `trinity_es.actors.config` documents the keys, and docs/CONFIG.md is printed from
 it (`python -m trinity_es.config.config_docs > docs/CONFIG.md`).
 
-**Relative paths are relative to the folder of the config file**, wherever the command runs, also in `--set`. Those of a
-`from_dict` without a folder are relative to the working directory.
+**Relative paths are relative to the folder of the config file**, wherever the command runs, also in `--set`. Without a
+folder, `from_dict` takes the working directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trinity_es.actors.config.section import Section
 from trinity_es.actors.plugin_lookup import add_import_folders, load, missing_attribute, name_suggestion, registered
 from trinity_es.actors.validation_errors import Path_, dotted_path
 from trinity_es.config.config_problems import config_error, explain
-from trinity_es.config.interpolation import converted, escaped, resolved
+from trinity_es.config.interpolation import convert_text, escape_texts, resolve_texts
 from trinity_es.config.parameter_checks import call_problems, reward_problems, workflow_problems
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
@@ -61,15 +61,15 @@ class Config(RunConfig):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
-        """Return the config of this dict; `folder` (default: the working directory) is where relative paths begin.
+        """Return the checked config. Relative paths are relative to `folder` (default: the working directory).
 
-        Raises ConfigError, which lists every problem; `source` is its name for the dict.
+        Raises ConfigError, which lists every problem and calls the dict `source`.
         """
         return _validate(dict(data), folder, lambda path: source)
 
     @model_validator(mode="after")
     def _check_cut(self) -> Self:
-        """Refuse `synchronizer.in_flight: cut` if tasks could not go on in a later step."""
+        """Raise ValueError if `synchronizer.in_flight` is cut and another key keeps tasks from going on later."""
         explorer, sync, retention = self.explorer, self.synchronizer, self.store.retention
         steps_ahead, max_staleness = sync.steps_ahead, explorer.max_staleness
         conditions = {
@@ -93,7 +93,7 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _resolve(self, info: ValidationInfo) -> Self:
-        """Make every path absolute, and fill in keys that follow from others."""
+        """Make every path absolute and fill in defaults that depend on other keys. Raises ValueError."""
         folder = Path((info.context or {}).get("folder") or Path.cwd())
         explorer, inputs, hosts, rollout = self.explorer, self.buffer.explorer_input, self.hosts, self.rollout
         if hosts.address and self.synchronizer.sync_method == "nccl":
@@ -115,32 +115,33 @@ class Config(RunConfig):
                 raise ValueError(
                     "hosts.address is set, and the store is a SQLite file, which only one host can use: its locks and "
                     "its write-ahead log do not reach over a network. Set store.url to a PostgreSQL database")
-            file = _absolute(str(url.database), folder)
+            file = _absolute_path(str(url.database), folder)
             url, run_folder = make_url(file_url(file)), Path(file).parent
         default_model = _model_path(self.model.model_path, folder)
 
         def with_paths(model: _Model) -> _Model:
             path = _model_path(model.model_path, folder) or default_model
-            return _with(model, model_path=path, servers=_absolute_in(model.servers, folder, "file"))
+            return _copy_with(model, model_path=path, servers=_with_absolute_paths(model.servers, folder, "file"))
 
-        system = _absolute_in(self.system, folder, "log_dir", "key_file")
+        system = _with_absolute_paths(self.system, folder, "log_dir", "key_file")
         self.__dict__.update(  # the only write to a frozen config, before any caller has it
-            model=_with(self.model, model_path=default_model),
-            run_dir=_absolute(self.run_dir or str(run_folder), folder),
-            checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
-            code_path=_absolute(self.code_path or ".", folder),
-            explorer=_with(
+            model=_copy_with(self.model, model_path=default_model),
+            run_dir=_absolute_path(self.run_dir or str(run_folder), folder),
+            checkpoint_root_dir=_absolute_path(self.checkpoint_root_dir, folder),
+            code_path=_absolute_path(self.code_path or ".", folder),
+            explorer=_copy_with(
                 explorer, rollout_model=with_paths(rollout),
                 auxiliary_models=[*map(with_paths, explorer.auxiliary_models)],
-                proxy_tls=_absolute_in(explorer.proxy_tls, folder, "cert", "key"),
+                proxy_tls=_with_absolute_paths(explorer.proxy_tls, folder, "cert", "key"),
             ),
-            buffer=_with(self.buffer, explorer_input=_with(inputs, **{
-                group: [_absolute_in(t, folder, "path") if t.kind == "file" else t for t in getattr(inputs, group)]
+            buffer=_copy_with(self.buffer, explorer_input=_copy_with(inputs, **{
+                group: [_with_absolute_paths(section, folder, "path") if section.kind == "file" else section
+                        for section in getattr(inputs, group)]
                 for group in _TASKSETS
             })),
-            store=_with(self.store, url=url.render_as_string(hide_password=False)),
-            system=_with(system, log_dir=system.log_dir or _absolute(str(run_folder / "logs"), folder)),
-            hosts=_absolute_in(hosts, folder, "key_file", "weights_dir"),
+            store=_copy_with(self.store, url=url.render_as_string(hide_password=False)),
+            system=_copy_with(system, log_dir=system.log_dir or _absolute_path(str(run_folder / "logs"), folder)),
+            hosts=_with_absolute_paths(hosts, folder, "key_file", "weights_dir"),
         )
         return self
 
@@ -150,14 +151,14 @@ class Config(RunConfig):
 
     @property
     def another_run(self) -> str:
-        """Way to begin another run with this config: another name, if the log's place depends on it."""
+        """Advice for errors on how to begin another run: change `name`, or `store.url` if the config sets it."""
         if f"/runs/{self.project}/{self.name}/" in str(file_of(self.store.url)):
             return "choose another `name` (or `--set name=...`)"
         return "give another `store.url` (or `--set store.url=...`), for this config names its own"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON, from which `from_dict` makes an equal config. It contains all secrets; see `masked`."""
-        return dict(escaped(self.plain()))
+        """Return plain JSON, from which `from_dict` makes an equal config. Secrets are in it; `masked` hides them."""
+        return dict(escape_texts(self.plain()))
 
     def check(self) -> None:
         """Check the parts of a config that depend on this machine: model, tasksets, and names to import.
@@ -234,7 +235,7 @@ class Config(RunConfig):
 
     @contextmanager
     def _importing(self) -> Iterator[None]:
-        """Let modules beside the config, and in the working directory, be imported inside; restore `sys.path`."""
+        """Add `code_path` and the working directory to `sys.path` for this block."""
         old_path = list(sys.path)
         add_import_folders(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
@@ -245,7 +246,7 @@ class Config(RunConfig):
 
 
 def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
-    """Return the problems of a taskset's source that this machine alone can find."""
+    """Return what is wrong with a taskset's source on this machine, such as a missing file or class."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
         check = None if (problems := _import_problems(f"{key}.path", path)) else getattr(load(path), "check", None)
@@ -260,7 +261,7 @@ def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
 
 
 def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
-    """Return the problem of a value that is "module:name" or one of the `known` names, if it can't be imported."""
+    """Return why the value of `key` can't be imported, as at most one line. It is "module:name" or a `known` name."""
     name = written if written is None else known.get(written, written)
     if not isinstance(name, str) or (written in known and name.startswith("trinity_es.")):
         return []
@@ -278,7 +279,7 @@ def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {
 
 
 def _build_problems(build: Callable[[], Any], key: str) -> list[str]:
-    """Return the problem of a key whose object can't be built."""
+    """Call `build`, and return its ConfigError or DataError, if any, as one line about `key`."""
     try:
         build()
     except (ConfigError, DataError) as e:
@@ -286,24 +287,25 @@ def _build_problems(build: Callable[[], Any], key: str) -> list[str]:
     return []
 
 
-def _absolute(path: str, folder: Path) -> str:
+def _absolute_path(path: str, folder: Path) -> str:
     return os.path.normpath(folder.absolute() / Path(path).expanduser())
 
 
-def _with(section: _Section, **changes: Any) -> _Section:
+def _copy_with(section: _Section, **changes: Any) -> _Section:
     return section.model_copy(update=changes)
 
 
-def _absolute_in(section: _Section, folder: Path, *keys: str) -> _Section:
-    """Return a section with the paths under these keys made absolute; an empty path stays."""
-    return _with(section, **{key: path and _absolute(path, folder) for key in keys for path in [getattr(section, key)]})
+def _with_absolute_paths(section: _Section, folder: Path, *keys: str) -> _Section:
+    """Return the section with the paths under these keys made absolute. An empty path stays empty."""
+    paths = {key: getattr(section, key) for key in keys}
+    return _copy_with(section, **{key: path and _absolute_path(path, folder) for key, path in paths.items()})
 
 
 def _model_path(path: str, folder: Path) -> str:
-    """Return a hub id as it is, a path (begins with ., ~ or /, or it or its parent folder exists) as absolute."""
+    """Return a local path (it begins with ., ~ or /, or it or its parent folder exists) as absolute, a hub id as is."""
     if not path:
         return path
-    local = Path(_absolute(path, folder))
+    local = Path(_absolute_path(path, folder))
     looks_local = path.startswith((".", "~", "/")) or local.exists() or ("/" in path and local.parent.is_dir())
     return str(local) if looks_local else path
 
@@ -312,8 +314,8 @@ def _validate(
     data: dict[str, Any], folder: str | Path | None, origin_of: Callable[[Path_], str],
     as_text: Callable[[Path_], tuple[str, str]] = lambda path: ("", ""),
 ) -> Config:
-    """Return the config; `origin_of` and `as_text` are those of `explain`. Raises ConfigError."""
-    plain, problems, texts = resolved(data)
+    """Return the config of this data. Raises ConfigError; `origin_of` and `as_text` serve its lines (`explain`)."""
+    plain, problems, texts = resolve_texts(data)
     unresolved = {
         path: f"{origin_of(path)}: {dotted_path(path)} {problem}; or give the value with --set {dotted_path(path)}=..."
         for path, problem in problems.items()
@@ -338,14 +340,14 @@ def _validate(
 
 
 def _convert_texts(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
-    """Convert resolved texts that were refused for their type to numbers and flags. Return True if there were any."""
+    """Convert those of the `texts` (paths in `data`) that pydantic refused for their type. Return whether any were."""
     has_converted = False
     for error in errors:
         path: Path_ = error["loc"]
         if path in texts:
             parent = reduce(operator.getitem, path[:-1], data)
             with contextlib.suppress(ValueError):
-                parent[path[-1]] = converted(parent[path[-1]], error["type"])
+                parent[path[-1]] = convert_text(parent[path[-1]], error["type"])
                 has_converted = True
     return has_converted
 

@@ -36,7 +36,7 @@ buffer: {batch_size: "${oc.env:BATCH,16}"}
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Return every key as (key, type, default, description). Entries of `eval_tasksets` are those of `tasksets`."""
+    """Return every key as (key, type, default, description), without `eval_tasksets[]`, whose keys `tasksets[]` has."""
     return [row for row in key_table(Config) if not row[0].startswith("buffer.explorer_input.eval_tasksets[].")]
 
 

@@ -1,4 +1,4 @@
-"""Problems of a config as lines that say what to do, and the table of its keys."""
+"""Errors of a config, a line per problem with its remedy, and the table of all keys."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ __all__ = ["config_error", "explain", "key_table"]
 
 
 def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError) -> TrinityError:
-    """Return one error for all problems: alone on its line, or as a list with a line each.
-
-    `details["problems"]` has them.
-    """
+    """Return one error that lists the problems, a line each; `details["problems"]` has them as a list."""
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems)
     return cls(text, problems=list(problems))
 
@@ -37,13 +34,12 @@ def explain(
     hints: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
     as_text: Callable[[Path_], tuple[str, str]],
 ) -> TrinityError:
-    """Return pydantic's errors as one ConfigError, a line each. `origin_of` returns where a key came from (its
-    file and line); `as_text` returns its written form, and how to write it as a text.
+    """Return pydantic's errors as one ConfigError, a line each.
 
-    An unknown key gets a hint: the text of `hints` for it, for a key in it or for its section, otherwise the nearest
-    known key. A refused value gets the text of `foreign_values` for (key, value). `unexpanded` has a line for each
-    value that has to be written out. It replaces pydantic's problem with this value, and is dropped if the key is
-    unknown.
+    `origin_of(key)` returns the file and line of a key. `as_text(key)` returns its value as written, and how to write
+    that as text. An unknown key gets a hint: the text in `hints` for this key, for a key below it or for its section,
+    otherwise the nearest known key. A refused value gets the text in `foreign_values` for (key, value). `unexpanded`
+    has a line for each value whose `${...}` can't be resolved. This line replaces pydantic's error for the value.
     """
     known_keys = [row[0] for row in key_table(model)]
     problems = []
@@ -63,7 +59,7 @@ def explain(
 
 
 def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterator[Path_]:
-    """Yield, for each innermost key below `value`, the longest part of its path from the root that is in `hints`."""
+    """For each leaf key of `value`, which stands at `path`, yield the longest prefix of its path that has a hint."""
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -97,10 +93,7 @@ def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> s
 
 
 def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Return every key of a model, depth first, as (key, type, default, description).
-
-    Entries of a list are `key[].name`.
-    """
+    """Return every key of a model, depth first, as (key, type, default, description); list entries are `key[].name`."""
     rows = []
     for name, info in model.model_fields.items():
         key = prefix + (info.alias or name)
@@ -113,7 +106,7 @@ def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
 
 
 def _description(model: type[BaseModel], name: str) -> str:
-    """Return the docstring of a field, from the first class of the model that has one."""
+    """Return the docstring of a field, from the first class in the model's MRO that has one."""
     classes = [cls for cls in model.__mro__ if cls.__module__.startswith("trinity_es.")]
     docs = (_field_docs(inspect.getfile(cls)).get(cls.__name__, {}).get(name) for cls in classes)
     return next(filter(None, docs), "")
@@ -127,7 +120,7 @@ def _field_docs(file: str) -> dict[str, dict[str, str]]:
 
 
 def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Return the model of a field that is a section or a list of sections (else None), and whether it is a list."""
+    """Return the model of a section or of a list of sections, None for other fields; and whether it is a list."""
     if typing.get_origin(annotation) is types.UnionType:  # a section that may be null
         [annotation] = [a for a in typing.get_args(annotation) if a is not type(None)][:1]
     if typing.get_origin(annotation) is list:

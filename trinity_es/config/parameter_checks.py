@@ -1,7 +1,4 @@
-"""Check of a config's arguments for a workflow, a reward or a trainer against their parameters.
-
-It needs no engine, so a wrong argument is refused before one loads.
-"""
+"""Check of the config's arguments for a workflow, a reward or a trainer, before an engine loads."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ __all__ = ["call_problems", "reward_problems", "workflow_problems"]
 def workflow_problems(
     key: str, workflow: Any, args: Mapping[str, Any], import_problems: Callable[[str, str], list[str]]
 ) -> list[str]:
-    """Return the problems of the `workflow_args` at `key`, a line each.
-
-    `import_problems(key, name)` returns the problems of a "module:name".
-    """
+    """Return the problems of the `workflow_args` at `key`. `import_problems(key, name)`: those of a "module:name"."""
     parameters = workflow.taken_args() if hasattr(workflow, "taken_args") else None
     if parameters is None:
         return []
@@ -42,9 +36,9 @@ def reward_problems(key: str, reward: Any, args: Mapping[str, Any]) -> list[str]
 
 
 def call_problems(key: str, function: Any, args: Mapping[str, Any], *, positional_count: int = 0) -> list[str]:
-    """Return the problems of the arguments at `key` that this function or class does not take, a line each.
+    """Return a line for each argument at `key` that this function or class does not take.
 
-    The first `positional_count` parameters are not for the config. A callable without a signature is not checked.
+    The config can't set the first `positional_count` parameters. A callable without a signature is not checked.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -59,7 +53,7 @@ def call_problems(key: str, function: Any, args: Mapping[str, Any], *, positiona
 def _unknown_argument_problems(
     key: str, args: Iterable[str], parameters: Collection[str], function_name: str
 ) -> list[str]:
-    """Return a line for each argument that is no parameter."""
+    """Return a line for each argument that is not among the parameters of the function."""
     advice = f"it takes {', '.join(sorted(parameters))}" if parameters else "it takes none: leave it out"
     return [f"{key}.{name}: {function_name} has no argument {name!r}{did_you_mean(name, parameters) or f'; {advice}'}"
             for name in args if name not in parameters]

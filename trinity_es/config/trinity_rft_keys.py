@@ -23,7 +23,7 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 def foreign_keys() -> dict[str, str]:
-    """Return by key of Trinity-RFT a clause that names its replacement here; `[]` stands for any index."""
+    """Return {key of Trinity-RFT: clause that names its replacement here}; `[]` in a key stands for any index."""
     table = dict(_read()["keys"])
     own_names = {"tasksets[]": "tasksets[]", "taskset": "tasksets[]", "eval_tasksets[]": "eval_tasksets[]"}
     # (section of the file, prefix of its keys in Trinity-RFT, prefix here)
@@ -39,12 +39,12 @@ def foreign_keys() -> dict[str, str]:
 
 
 def foreign_values() -> dict[tuple[str, str], str]:
-    """Return the replacement of each (key, value as text) that a key of the same name refuses here."""
+    """Return {(key, value as text): replacement} for values that Trinity-RFT takes and the same key here refuses."""
     return {(key, value): text for key, texts in _read()["values"].items() for value, text in texts.items()}
 
 
 def markdown() -> str:
-    """Return the page of all keys; a key in several places appears once."""
+    """Return the text of docs/TRINITY_RFT_KEYS.md. A key that several sections share appears once."""
     repeated = (".taskset.", ".eval_tasksets[].", ".auxiliary_models[].")
     texts = {key: text for key, text in foreign_keys().items() if not any(part in key for part in repeated)}
     rows = "\n".join(f"| `{key}` | {text} |" for key, text in texts.items())

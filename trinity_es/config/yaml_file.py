@@ -1,8 +1,4 @@
-"""Reading of a config and reporting of its mistakes: YAML, overrides, error lines, the key table.
-
-It works for any pydantic model; `trinity_es.actors.config` has the keys. Every problem is one line with the file and
-the line in it (or the override), the key, its value and the remedy.
-"""
+"""Reader of the config's YAML file and of `--set` overrides. Its errors name the file and line, or the override."""
 
 from __future__ import annotations
 
@@ -20,18 +16,18 @@ __all__ = ["apply_overrides", "read_yaml"]
 
 
 MOST_VALUES = 100_000
-"""Maximum number of values that a file with aliases may stand for: nine levels of ten make a billion."""
+"""Maximum number of values after aliases are expanded: nine levels of ten aliases would make a billion."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: no duplicate keys, 1e-3 is a number, and a date stays text.
+    """YAML loader that refuses duplicate keys, reads numbers as YAML 1.2 does, and keeps dates as text.
 
-    Numbers are those of YAML 1.2: 010 is ten, and 1:30 is text.
+    So 1e-3 is a number, 010 is ten, and 1:30 is text.
     """
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    """Return the dict of a mapping. Raises ConstructorError for a key that stands there twice."""
+    """Return a mapping as a dict. Raises ConstructorError for a key that appears twice."""
     loader.flatten_mapping(node)
     out: dict[Any, Any] = {}
     for key_node, value_node in node.value:
@@ -48,7 +44,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = Fal
 
 
 def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Return a whole number as YAML 1.2 reads it. Raises ConstructorError for one that Python can't read."""
+    """Return a whole number as YAML 1.2 reads it. Raises ConstructorError above 4,000 characters."""
     text = str(loader.construct_scalar(node)).replace("_", "")
     if len(text) > 4000:  # Python reads no number with more than 4,300 digits
         raise yaml.constructor.ConstructorError(
@@ -72,10 +68,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_integer)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]:
-    """Return the mapping in a YAML file, and for each key its line, and its written form if it is one value.
+    """Return the mapping in a YAML file, and {path of a key: (line, value as written)}.
 
-    An empty file is an empty mapping. Raises ConfigError if the file can't be read, is not YAML, has a key twice or is
-    not a mapping.
+    The written value of a mapping or list is "". An empty file is an empty mapping. Raises ConfigError if the file
+    can't be read, is not YAML, has a key twice or is not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -98,7 +94,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]
 
 
 def _parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a YAML text and its node, (None, None) for an empty one. Raises YAMLError."""
+    """Return the value of a YAML text and its root node; (None, None) for an empty text. Raises YAMLError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -116,9 +112,9 @@ def _parse(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return the number of values of a node, with each alias expanded; `sizes` has those of nodes by id.
+    """Return the number of values of a node with each alias expanded. `sizes` caches the numbers by id of the node.
 
-    A node inside of itself counts as none.
+    A node inside itself counts as zero.
     """
     if id(node) not in sizes:
         sizes[id(node)] = 0
@@ -129,7 +125,7 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, tuple[int, str]]]:
-    """Yield (path, (line, written form)) of each key and list item below a node; `path` is the node's."""
+    """Yield (path, (line, value as written)) for each key and list item below a node, whose own path is `path`."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield (*path, key.value), (key.start_mark.line + 1, _written(value))
@@ -146,10 +142,10 @@ def _written(node: yaml.Node) -> str:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path_, tuple[str, str]]:
-    """Write every `a.b=c` into `data`. The value is YAML, a list item is `a.0.b` or `a[0].b`, and later ones win.
+    """Write each override `a.b=c` into `data`, in order. `c` is YAML; `a.0.b` or `a[0].b` names a list item.
 
-    Returns which override set which key, and its written value. Raises ConfigError for one that can't be read or leads
-    through a plain value.
+    Returns {path: (override's name, value as written)}. Raises ConfigError for an override that can't be read, or
+    whose path leads through a plain value.
     """
     written: dict[Path_, tuple[str, str]] = {}
     for override in overrides:

@@ -1,11 +1,11 @@
 """Access control of the dashboard, as an ASGI middleware around the app.
 
 - The Host header must be an IP address, localhost, this machine's name, or a name from `--host`. Otherwise another
-  website could point a name of its own here and read the pages (DNS rebinding).
-- A token, if set, must come with each request as `Authorization: Bearer` or cookie, or once as `?token=`. The answer
-  to the latter sets the cookie and redirects to the page without the token, so no address bar or Referer has it.
+  website could resolve its own name to this server and read the pages (DNS rebinding).
+- If a token is set, each request needs it as `Authorization: Bearer` or as a cookie. A request with `?token=` sets the
+  cookie and is redirected to the URL without the token, so that no address bar or Referer has the token.
 - Only GET and HEAD are allowed, and POST of the token to `/enter`.
-- Headers forbid inline scripts and styles, other origins, frames, sniffing, the Referer and caching.
+- Response headers forbid inline scripts and styles, other origins, frames, sniffing, the Referer and caching.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ HEADERS = {
 WEEK_SECONDS = 7 * 86400
 
 
-def _name_of(host: str) -> str:
-    """Return the name or address in a Host header, without port and brackets."""
+def _host_name(host: str) -> str:
+    """Return the name or IP address in a Host header, without port and brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
 
 
 class AccessMiddleware:
-    """ASGI app that lets allowed requests through to `app` and adds HEADERS to every response."""
+    """ASGI app that passes allowed requests to `app` and adds HEADERS to every response."""
 
     def __init__(self, app: Any, *, token: str | None, hosts: Iterable[str] = (), cookie: str = "trinity_es") -> None:
         self.app = app
@@ -49,7 +49,7 @@ class AccessMiddleware:
         self.cookie_name = cookie
         own_name = socket.gethostname().lower()
         self.host_names = {"localhost", own_name, own_name.partition(".")[0], *(h.lower().rstrip(".") for h in hosts)}
-        # Value of the cookie, which does not hold the token itself.
+        # Value of the cookie: derived from the token, so that the cookie does not hold the token itself.
         self.ticket = "" if token is None else hmac.digest(token.encode(), b"trinity-es dashboard", "sha256").hex()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -58,7 +58,7 @@ class AccessMiddleware:
             return
 
         async def send_with_headers(message: Any) -> None:
-            """Send a message of the response; its start gets those of HEADERS that the app did not set."""
+            """Send a message of the response. Adds to its start all HEADERS that the app did not set."""
             if message["type"] == "http.response.start":
                 present_names = {name.lower() for name, _ in message["headers"]}
                 caching = "no-cache" if scope["path"].startswith("/static/") else "no-store"
@@ -69,16 +69,16 @@ class AccessMiddleware:
                 ]
             await send(message)
 
-        own_answer = await self._own_answer(scope, receive)
-        await (own_answer or self.app)(scope, receive, send_with_headers)
+        access_answer = await self._access_answer(scope, receive)
+        await (access_answer or self.app)(scope, receive, send_with_headers)
 
-    async def _own_answer(self, scope: Any, receive: Any) -> Any:
-        """Return the answer to a request that is refused or logs in; None lets the request through."""
+    async def _access_answer(self, scope: Any, receive: Any) -> Any:
+        """Return the response to a request that is refused or logs in; None for a request that the app may answer."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._is_own_name(_name_of(headers.get(b"host", ""))):
+        if not self._is_own_name(_host_name(headers.get(b"host", ""))):
             return _page(421, "this server has another name",
-                         "The Host header names another machine. Start the dashboard with --host NAME to allow a name "
-                         "that leads here.")
+                         "The Host header names another machine. Start the dashboard with --host NAME to allow another "
+                         "name of this machine.")
         if scope["path"] == "/enter" and scope["method"] == "POST" and self.token is not None:
             return await self._enter(receive, secure=scope["scheme"] == "https")
         if scope["method"] not in ("GET", "HEAD"):
@@ -94,31 +94,31 @@ class AccessMiddleware:
             url = _local_path(scope["path"]) + (f"?{other_parameters}" if other_parameters else "")
             return self._log_in(url, secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
-        if self._is_token(bearer) or hmac.compare_digest(self._ticket_of(headers.get(b"cookie", "")), self.ticket):
+        if self._is_token(bearer) or hmac.compare_digest(self._cookie_ticket(headers.get(b"cookie", "")), self.ticket):
             return None
         return _token_form("")
 
     def _is_own_name(self, name: str) -> bool:
-        """Return whether the Host header may have this name or address."""
+        """Return True if the Host header may have this name or address."""
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return name in self.host_names
-        return True  # an address, unlike a name, can't be pointed elsewhere
+        return True  # DNS rebinding needs a name
 
     def _is_token(self, text: str) -> bool:
-        """Return whether this is the token, in a time that does not tell how much of it is right."""
+        """Return True if this is the token. The comparison takes constant time."""
         return hmac.compare_digest(text.encode(errors="replace"), (self.token or "").encode())
 
-    def _ticket_of(self, header: str) -> str:
-        """Return the value of our cookie in this header; "" if there is none."""
+    def _cookie_ticket(self, header: str) -> str:
+        """Return the value of the dashboard's cookie in a Cookie header; "" if there is none."""
         from starlette.requests import cookie_parser
 
         ticket = cookie_parser(header).get(self.cookie_name, "")  # SimpleCookie stops at a malformed cookie
         return ticket if ticket.isascii() else ""
 
     async def _enter(self, receive: Any, *, secure: bool) -> Any:
-        """Return the answer to a token that was posted: a redirect with the cookie, or the form again."""
+        """Return the response to a posted token: a redirect that sets the cookie, or the form again."""
         body = b""
         while len(body) < 4096:
             message = await receive()
@@ -139,19 +139,19 @@ class AccessMiddleware:
 
 
 def _local_path(path: str) -> str:
-    """Return a path that stays on this server, unlike `//elsewhere`."""
+    """Return the path with one leading slash, because `//elsewhere` would redirect to another server."""
     from urllib.parse import quote
 
     return "/" + quote(path.lstrip("/\\"))
 
 
 def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:
-    """Return a page without navigation, if asked with a form for the token."""
+    """Return a response with a page without navigation; with `form`, it has a form for the token."""
     from starlette.responses import HTMLResponse
 
     return HTMLResponse(render("plain.html", {"title": title, "text": text, "form": form}), status_code=status)
 
 
 def _token_form(text: str) -> Any:
-    """Return the page that asks for the token; `text` says why it asks again."""
+    """Return the page that asks for the token. `text`: why the last token was refused."""
     return _page(401, "a token is needed", text or "The command that started the dashboard printed it.", form=True)

@@ -1,7 +1,7 @@
 """The dashboard as an ASGI app: its pages, static files, `/live` and `/metrics`.
 
-The function of a page and its template run in one of a few threads, so the event loop reads no database. If a log
-can't be read (gone, locked, damaged, too new), the page says so, and the next request may work.
+Pages are computed and rendered in a few threads, so that the event loop reads no database. If the log can't be read
+(gone, locked, damaged, too new), the page says so, and the next request may work.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def create_app(
     url: str, *, token: str | None = None, hosts: Iterable[str] = (), cookie: str = "trinity_es",
     is_closing: Callable[[], bool] = lambda: False, other: str | None = None,
 ) -> Any:
-    """Return the app for the log at `url`.
+    """Return the ASGI app for the log at `url`.
 
-    `hosts` are names, besides this machine's own, that the Host header may have. `other` is the URL of a second log to
-    compare batches with. Event streams to pages end once `is_closing` returns True.
+    `hosts`: names that the Host header may have in addition to this machine's. `other`: URL of a second log to compare
+    batches with. The event streams to pages end when `is_closing` returns True.
     """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -48,13 +48,13 @@ def create_app(
     from starlette.staticfiles import StaticFiles
 
     tail = Tail(url)
-    second_tail = None if other is None else Tail(other)  # not started: the log is opened when a page reads it
+    second_tail = None if other is None else Tail(other)  # not started, as its log is opened when a page reads it
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
     nav = pages.navigation()
     server_values: dict[str, Any] = {}
 
     def response(answer: tuple[int, str] | Attachment) -> Response:
-        """Return the response with a page (status, HTML), or with a file to save."""
+        """Return the response for a page (status, HTML), or for a file to download."""
         if isinstance(answer, Attachment):
             name = re.sub(r"[^A-Za-z0-9._-]", "-", answer.name)[:100]
             headers = {"content-disposition": f'attachment; filename="{name}"'}
@@ -64,8 +64,8 @@ def create_app(
         return Response(page_html, status_code=status, media_type="text/html; charset=utf-8")
 
     def render_page(page: Page, page_request: PageRequest | None, status: int = 200) -> tuple[int, str]:
-        """Return the status and the HTML of a page; without a request (an error) its position is the tail's."""
-        # `/live` takes a page that knows more events than the tail for a page of another log.
+        """Return the status and the HTML of a page. An error page has no request, and the position of the tail."""
+        # Not above the tail's: `/live` would take the page for one of another log.
         position = tail.position if page_request is None else min(page_request.position, tail.position)
         values = {
             "page": page, "nav": nav, "request": page_request, "position": position, "generation": tail.generation,
@@ -74,7 +74,7 @@ def create_app(
         return status, render(page.template, {**values, **page.values})
 
     def make_page(route: Route, path: str, query: dict[str, str]) -> tuple[int, str] | Attachment:
-        """Return the status and HTML of a page, or a file; runs in a thread. Errors become pages."""
+        """Compute a page (status, HTML) or a file, in a thread. Errors become pages."""
         try:
             log = tail.log()
             page_request = PageRequest(
@@ -98,7 +98,7 @@ def create_app(
         return render_page(page, None, status)
 
     def handler(route: Route) -> Any:
-        """Return the coroutine function that answers requests for this route."""
+        """Return the handler of requests for this route."""
         async def handle(request: Request) -> Response:
             make = partial(make_page, route, request.url.path, dict(request.query_params))
             return response(await asyncio.get_running_loop().run_in_executor(threads, make))
@@ -106,7 +106,7 @@ def create_app(
         return handle
 
     async def live(request: Request) -> Response:
-        """Return the stream of server-sent events for an open page."""
+        """Answer an open page with a stream of server-sent events."""
         last_known = request.headers.get("last-event-id") or request.query_params.get("after", "")
         is_position = last_known.isdecimal() and last_known.isascii() and len(last_known) < 20
         after = int(last_known) if is_position else tail.position
@@ -114,7 +114,7 @@ def create_app(
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     def make_metrics() -> tuple[int, bytes]:
-        """Return the status and text of /metrics, in a thread."""
+        """Compute the status and the text of /metrics, in a thread."""
         from trinity_es.telemetry.prometheus import prometheus_text
 
         try:
@@ -135,7 +135,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        """Follow the log while the app runs."""
+        """Follow the log from the start of the app to its end."""
         await tail.start()
         try:
             yield

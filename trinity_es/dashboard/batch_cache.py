@@ -1,6 +1,6 @@
-"""Cache of folded batches, so that a request for a page reads only the events since the last one.
+"""Cache of folded batches, so that a page's request reads only the events since the previous request.
 
-A page of a batch of ten thousand tasks that is loaded every second costs only one second's events.
+So a page of a batch of ten thousand tasks that is loaded every second reads only one second's events.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["BatchCache", "CachedBatch"]
 
-MOST_EVENTS = 120_000
-"""Maximum number of events of all cached batches together; one batch is kept however long it is."""
+MAX_EVENTS = 120_000
+"""Maximum number of events of all cached batches together. The last used batch is kept however many it has."""
 
 
 class CachedBatch:
-    """Timeline of one batch, its events' positions, and its state at the event that was looked at last.
+    """Timeline of one batch, the positions of its events, and its state at the last requested event.
 
-    Callers of the methods hold `lock`.
+    Callers of its methods must hold `lock`.
     """
 
     def __init__(self, batch_id: BatchId) -> None:
@@ -38,46 +38,47 @@ class CachedBatch:
         self.lock = threading.Lock()
         self.timeline: BatchTimeline | None = None
         self.positions = array("q")
-        """Positions of the events of its stream; that of version n is at n - 1."""
+        """Positions of the events of its stream. The event of version n is at index n - 1."""
         self._fold = KeptFold(self._extend_timeline)
         self._past_state: BatchState | None = None
         self._past_version = 0
-        """Version of the event up to which `_past_state` is folded; 0 without a state."""
+        """Stream version up to which `_past_state` is folded; 0 without a state."""
         self._past_event: Recorded | None = None
 
     def follow(self, log: Log) -> BatchTimeline:
-        """Return the timeline up to the log's end. Raises BatchNotFound."""
+        """Fold new events, and return the timeline up to the log's end. Raises BatchNotFound."""
         self.timeline = self._fold.follow(partial(log.events, self.batch_id))
         return self.timeline
 
     def _extend_timeline(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
-        """Fold events into the timeline, and note their positions."""
-        if timeline is None:  # from the first event, again if the log was restored from a copy
+        """Fold events into the timeline, and record their positions."""
+        if timeline is None:  # a fold from the first event, also after the log was restored from a copy
             self.positions = array("q")
             self._past_state, self._past_version = None, 0
         return fold_timeline(self._note_positions(recorded), timeline)
 
     def _note_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
-        """Yield the same events; append the position of each to `positions`."""
+        """Yield the events unchanged, and append their positions to `positions`."""
         for item in recorded:
             self.positions.append(item.position)
             yield item
 
     def version_at(self, position: int) -> int:
-        """Return the version of the last event at or before a position of the log, 0 if there is none."""
+        """Return the stream version of the last event at or before a log position; 0 if there is none."""
         return bisect_right(self.positions, position)
 
     def page(self, log: Log, first: int, count: int) -> list[Recorded]:
-        """Return at most `count` events from version `first` on."""
+        """Return at most `count` events, beginning with stream version `first`."""
         if count < 1 or not 1 <= first <= len(self.positions):
             return []
         events = log.events(self.batch_id, self.positions[first - 1] - 1)
         return list(islice(events, min(count, len(self.positions) - first + 1)))
 
     def state_at(self, log: Log, version: int) -> tuple[BatchState, Recorded]:
-        """Return the state as of the event of this version, and the event. The next call changes the state.
+        """Return the batch's state after the event of this stream version, and that event.
 
-        A step forward folds one event, a step back folds from the first event, the same version folds nothing.
+        The next call changes the returned state. A later version folds the events in between; an earlier version folds
+        from the first event.
         """
         if not 1 <= version <= len(self.positions):
             raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)} events")
@@ -95,7 +96,7 @@ class CachedBatch:
 
 
 class BatchCache:
-    """Folded batches of one log, by stream; the one that was used longest ago goes first."""
+    """Folded batches of one log, by stream. The least recently used batch is dropped first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +105,7 @@ class BatchCache:
 
     @contextmanager
     def of(self, log: Log, batch_id: BatchId) -> Iterator[CachedBatch]:
-        """Yield a batch followed up to now, locked for this thread. Raises BatchNotFound."""
+        """Yield a batch, folded up to the log's end and locked for this thread. Raises BatchNotFound."""
         generation, stream = log.head().generation, batch_stream(batch_id)
         with self._lock:
             if generation != self._generation:  # the log was replaced
@@ -112,7 +113,7 @@ class BatchCache:
                 self._generation = generation
             cached = self._cached.pop(stream, None) or CachedBatch(batch_id)
             self._cached[stream] = cached
-            while len(self._cached) > 1 and sum(len(c.positions) for c in self._cached.values()) > MOST_EVENTS:
+            while len(self._cached) > 1 and sum(len(c.positions) for c in self._cached.values()) > MAX_EVENTS:
                 del self._cached[next(iter(self._cached))]
         with cached.lock:
             try:

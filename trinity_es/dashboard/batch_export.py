@@ -1,6 +1,6 @@
-"""A batch as one HTML file that can be mailed: timeline, result, events and some rollouts.
+"""Export of a batch as one HTML file: timeline, result, events and some rollouts.
 
-Its Content-Security-Policy allows only the style sheet in the file, by its hash. So nothing in it can run, load or send
+The file's Content-Security-Policy allows only its own style sheet, by hash. So the file can't run, load or send
 anything, whatever a rollout contains. Equal logs give equal bytes.
 """
 
@@ -26,15 +26,15 @@ __all__ = ["batch_page"]
 TASKS = 400
 EVENTS = 800
 ROLLOUTS = 24
-"""Number of rollouts, half the best and half the worst by reward."""
+"""Number of exported rollouts, half of them the best and half the worst by reward."""
 EXPERIENCES_PER_RUN = 4
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 """Maximum number of characters of each prompt and each response."""
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 
 
 def batch_page(log: Log, batch_id: BatchId) -> str:
-    """Return the HTML of a file with one batch, as it is now. Raises BatchNotFound."""
+    """Return the text of an HTML file that shows the batch as it is now. Raises BatchNotFound."""
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
     timeline = fold_timeline(recorded)
@@ -42,8 +42,8 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     shown = _best_and_worst(timeline.rows)
     details = []
     for row, result in zip(shown, rollout_values.read_runs(log, timeline, shown), strict=True):
-        experiences = [rollout_values.experience_values(e, decode, source, most_characters=MOST_CHARACTERS,
-                                                       most_tokens=MOST_TOKENS)
+        experiences = [rollout_values.experience_values(e, decode, source, max_characters=MAX_CHARACTERS,
+                                                       max_tokens=MAX_TOKENS)
                        for e in islice(result.experiences, EXPERIENCES_PER_RUN)]
         details.append({"row": row, "experiences": experiences, "missing": result.missing,
                         "more": max(0, len(result.experiences) - EXPERIENCES_PER_RUN)})
@@ -61,7 +61,7 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
 
 
 def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
-    """Return the events since the batch was last submitted; of many only the first and the last."""
+    """Return the events since the batch's last submission for the template; of many, the first and the last ones."""
     events = [r for r in recorded if r.position >= first]
     left_out_count = max(0, len(events) - EVENTS)
     shown = events if not left_out_count else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]

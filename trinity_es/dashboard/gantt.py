@@ -1,6 +1,6 @@
-"""Bars of a batch's attempts and cells of its runs, placed in percent of the time shown.
+"""Layout of a batch's Gantt chart: bars for attempts, cells for runs. Positions are percent of the time shown.
 
-templates/drawing.html draws them as inline SVG, which needs no script.
+templates/drawing.html draws it as inline SVG, which needs no script.
 """
 
 from __future__ import annotations
@@ -15,25 +15,34 @@ from trinity_es.projections.history.attempts import Attempt, BatchTimeline, Task
 from trinity_es.projections.why.answer import span
 
 __all__ = [
-    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "cells", "drawing", "kind_of", "lane", "reward_range_of",
+    "Bar",
+    "Cell",
+    "Lane",
+    "Window",
+    "attempts_by_runner",
+    "bar_kind",
+    "cells",
+    "drawing",
+    "lane",
+    "reward_range_of",
     "ticks",
 ]
 
 SHADES = 6
-"""Number of shades of a reward, from the lowest of the batch to the highest."""
+"""Number of colour shades for rewards, from the batch's lowest to its highest."""
 MAX_ROWS = 40
-"""Maximum number of rows of overlapping bars in one lane; more share the last row."""
+"""Maximum number of rows in one lane; further overlapping bars share the last row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Time that is shown, in unix seconds."""
+    """Period that is shown, in unix seconds."""
 
     start: float
     end: float
 
     def x(self, at: float) -> float:
-        """Return the place of a moment in percent, from 0 to 100."""
+        """Convert a time to percent of the period, limited to 0 to 100."""
         seconds = self.end - self.start
         return 0.0 if seconds <= 0 else min(100.0, max(0.0, 100 * (at - self.start) / seconds))
 
@@ -43,18 +52,18 @@ class Bar:
     """Bar of one attempt."""
 
     x: float
-    """Percent of the window, like `width`."""
+    """Left end, in percent of the window, as is `width`."""
     width: float
     row: int
     kind: str
-    """`finished`, `running`, `failed` or `dropped`; it decides the colour."""
+    """`finished`, `running`, `failed` or `dropped`; determines the colour."""
     attempt: int
     title: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Bars of one task or one runner, in as many rows as attempts overlap in time."""
+    """Bars of one task or one runner. Attempts that overlap in time are in different rows."""
 
     bars: list[Bar]
     rows: int
@@ -66,17 +75,17 @@ class Cell:
 
     run: int
     kind: str
-    """`q0` to `q5` by its reward, `done` without one, `failed`, `running`, `pending`, `dropped`."""
+    """`q0` to `q5` by reward, `done` (no reward), `failed`, `running`, `pending` or `dropped`."""
     title: str
 
 
-def kind_of(attempt: Attempt) -> str:
-    """Return `finished`, `running`, `dropped`, or `failed` for every kind of failure."""
+def bar_kind(attempt: Attempt) -> str:
+    """Return `failed` for every kind of failure, else `finished`, `running` or `dropped`."""
     return attempt.outcome if attempt.outcome in ("finished", "running", "dropped") else "failed"
 
 
 def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) -> Lane:
-    """Return (task, attempt) pairs as bars; attempts that overlap in time are in different rows."""
+    """Arrange (task, attempt) pairs as bars. Attempts that overlap in time get different rows."""
     bars: list[Bar] = []
     row_free_at: list[float] = []
     for task, attempt in sorted(attempts, key=lambda pair: pair[1].dispatched_at):
@@ -89,14 +98,14 @@ def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) ->
         row_free_at[row] = ended_at
         x = window.x(began_at)
         bars.append(Bar(
-            x=x, width=max(window.x(ended_at) - x, 0.25), row=row, kind=kind_of(attempt), attempt=attempt.attempt,
+            x=x, width=max(window.x(ended_at) - x, 0.25), row=row, kind=bar_kind(attempt), attempt=attempt.attempt,
             title=_title(task, attempt, ended_at - began_at),
         ))
     return Lane(bars=bars, rows=max(1, len(row_free_at)))
 
 
 def _title(task: int, attempt: Attempt, seconds: float) -> str:
-    """Return the text that the browser shows at an attempt's bar."""
+    """Return the tooltip of an attempt's bar."""
     runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
         f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}")
     message = f"\n{attempt.message[:300]}" if attempt.message else ""
@@ -107,15 +116,15 @@ def _title(task: int, attempt: Attempt, seconds: float) -> str:
     )
 
 
-def ticks(window: Window, most_ticks: int = 6) -> list[tuple[float, str]]:
-    """Return (percent, label) of round times since the window's start."""
+def ticks(window: Window, max_ticks: int = 6) -> list[tuple[float, str]]:
+    """Return the ticks of the time axis as (percent, label), at round times since the window's start."""
     seconds = window.end - window.start
     if seconds <= 0:
         return [(0.0, "0")]
     steps = [m * 10.0**k for k in range(-3, 2) for m in (1, 2, 5)]
     steps += [60.0 * m for m in (1, 2, 5, 10, 15, 30)] + [3600.0 * m for m in (1, 2, 3, 6, 12, 24, 48, 96, 240, 720)]
     steps = sorted(s for s in steps if s != 50.0)
-    step = next((s for s in steps if seconds / s <= most_ticks), steps[-1])
+    step = next((s for s in steps if seconds / s <= max_ticks), steps[-1])
     labels = []
     i = 0
     while i * step <= seconds and i <= 40:
@@ -125,7 +134,7 @@ def ticks(window: Window, most_ticks: int = 6) -> list[tuple[float, str]]:
 
 
 def _tick_label(seconds: float) -> str:
-    """Return seconds as a label, such as 0.5 s, 1 min 30 s or 2 h."""
+    """Format seconds as a label, such as 0.5 s, 1 min 30 s or 2 h."""
     if seconds == 0:
         return "0"
     if seconds < 60:
@@ -138,7 +147,7 @@ def _tick_label(seconds: float) -> str:
 
 
 def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimeline]) -> dict[str, Any]:
-    """Return a batch as values for templates: its time, its tasks by state, and cells and lanes of these tasks."""
+    """Return the chart of these tasks of a batch as values for templates, with the batch's time axis and counts."""
     grid = cells(timeline.state, [t.task for t in tasks], reward_range_of(timeline.state))
     return {
         "timeline": timeline, "state": timeline.state, "window": window, "ticks": ticks(window),
@@ -150,15 +159,15 @@ def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimelin
 
 
 def reward_range_of(state: BatchState) -> tuple[float, float]:
-    """Return the lowest and the highest reward of the batch's runs; (0, 0) without any."""
+    """Return the lowest and the highest reward of the batch's runs; (0, 0) if there is no reward."""
     rewards = [r.metrics["reward"] for t in state.tasks for r in t.done.values() if "reward" in r.metrics]
     return (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
 
 def cells(state: BatchState, tasks: Sequence[int], reward_range: tuple[float, float]) -> Mapping[int, list[Cell]]:
-    """Return a cell for each run of these tasks, by task.
+    """Return the cells of the runs of these tasks, by task.
 
-    `reward_range`: the rewards of the first and the last shade; shades are equally spaced.
+    `reward_range`: lowest and highest reward; the shades between them are equally spaced.
     """
     chosen = set(tasks)
     runner_by_run = {
@@ -173,7 +182,7 @@ def cells(state: BatchState, tasks: Sequence[int], reward_range: tuple[float, fl
 def _cell(
     state: BatchState, number: int, task: TaskState, run: int, runner: str | None, reward_range: tuple[float, float]
 ) -> Cell:
-    """Return the cell of one run of a task; `runner` plays it now, if any."""
+    """Return the cell of one run of a task. `runner`: the runner that has the run now, None if none has it."""
     head = f"task {number}, run {run}: "
     if run in task.done:
         reward = task.done[run].metrics.get("reward")
@@ -192,7 +201,7 @@ def _cell(
 
 
 def attempts_by_runner(timeline: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
-    """Return (task, attempt) pairs by the name of the runner."""
+    """Return the batch's attempts as (task, attempt), by runner."""
     by_runner: dict[str, list[tuple[int, Attempt]]] = {}
     for task in timeline.tasks:
         for attempt in task.attempts:

@@ -1,15 +1,15 @@
-"""News of the log for open pages: one tail for all of them, and the server-sent events to each.
+"""Updates of open pages: one task follows the log's end, and each page gets server-sent events.
 
-Positions are consecutive, so "from 5 to 9" is four events and none is missed. A page sends the position up to which it
-knows the log (`after`, or `Last-Event-ID` when its browser reconnects) and gets the news since then, in groups:
+A page sends the position up to which it knows the log (`after`, or `Last-Event-ID` when its browser reconnects). It
+gets messages about later events:
 
     id: 9
     event: log
     data: {"position": 9, "events": 4, "streams": ["batch/3", "runner/runner-0"]}
 
-`streams` is null if more happened than the tail remembers, so anything may have changed. `event: notice` says that the
-log is gone, locked or damaged, or with an empty text that it is readable; it is sent first, and when that changes.
-`event: reset` says that another log is there now.
+Positions are consecutive, so a page misses no event. `streams` is null if there were more events than the tail
+remembers; then anything may have changed. `event: notice` has the log's problem (gone, locked, damaged), or an empty
+text if there is none; it is sent first, and after each change. `event: reset` says that the log was replaced.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 __all__ = ["Tail", "messages", "open_log"]
 
 INTERVAL_SECONDS = 0.2
-"""Seconds between two reads of the log's end, and between two messages to a page."""
-MOST_REMEMBERED = 5000
-"""Maximum number of events whose streams the tail remembers."""
+"""Interval of the reads of the log's end, and of the messages to a page."""
+MAX_REMEMBERED = 5000
+"""Number of events whose streams the tail remembers."""
 HEARTBEAT_SECONDS = 15.0
-"""Seconds without a message after which the server sends a comment, which reveals closed connections."""
+"""After this time without a message the server sends a comment, which reveals closed connections."""
 PATIENCE_SECONDS = 1.0
-"""Seconds to wait for a locked or unreachable database before the page reports it."""
+"""How long to wait for a locked or unreachable database before the page reports it."""
 
 _log = logging.getLogger(__name__)
 
 
 def open_log(url: str) -> Log:
-    """Return the log, opened with `PATIENCE_SECONDS`. Raises as `projections.reading.log_reader.open_log`."""
+    """Open a log like `log_reader.open_log`, but wait for its database only PATIENCE_SECONDS."""
     from trinity_es.events.store.log import EventLog
     from trinity_es.projections.reading.log_reader import Log
 
@@ -55,58 +55,58 @@ def open_log(url: str) -> Log:
 
 
 class Tail:
-    """The end of one log. An asyncio task reads it every `interval` seconds."""
+    """Follows the end of one log. An asyncio task reads it every `interval` seconds."""
 
     def __init__(self, url: str, interval: float = INTERVAL_SECONDS) -> None:
         self.url, self.interval = url, interval
         self.position = 0
         self.generation = ""
-        """Identity of the log for pages; it changes when the log is replaced or restored from a copy."""
+        """Identity of the log. It changes when the log is replaced or restored from a copy."""
         self.notice = "the log has not been read yet"
-        """Problem with the log; empty if there is none."""
+        """Problem of the log; empty if there is none."""
         self.closing = False
         self._lock = threading.Lock()
         self._opened: Log | None = None
         self._hash = b""
-        """Hash of the event at `position`, which differs after the log was restored from a copy."""
-        self._recent: deque[tuple[int, str]] = deque(maxlen=MOST_REMEMBERED)
+        """Hash of the event at `position`. It differs if the log was restored from a copy."""
+        self._recent: deque[tuple[int, str]] = deque(maxlen=MAX_REMEMBERED)
         self._remembered_after = 0
-        """Position after which the streams of all events are in `_recent`."""
+        """`_recent` has the streams of all events after this position."""
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tail")
         self._task: asyncio.Task[None] | None = None
 
     def log(self) -> Log:
-        """Return the log, opened on the first call, in any thread. Raises LogNotFound, NotALog, LogUnavailable, ..."""
+        """Return the log, and open it if need be. May be called in any thread. Raises the errors of `open_log`."""
         with self._lock:
             log = self._opened
         if log is not None:
             if not log.is_replaced():
                 return log
             self._close_log()
-        new_log = open_log(self.url)  # without the lock: it may take seconds, and `_close_log` runs on the event loop
+        new_log = open_log(self.url)  # without the lock, as it takes seconds, and `_close_log` runs on the event loop
         with self._lock:
             if self._opened is None:
                 self._opened = new_log
             log = self._opened
-        if log is not new_log:  # another thread has opened it meanwhile
+        if log is not new_log:  # another thread has opened the log meanwhile
             new_log.close()
         return log
 
     def _close_log(self) -> None:
-        """Close the log, because its file may be gone or replaced; the next `log()` opens it again."""
+        """Close the log, as its file may be gone or replaced. The next `log()` opens it again."""
         with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
 
     async def start(self) -> None:
-        """Read the log's end, and start to follow it."""
+        """Read the log's end, and start the task that follows it."""
         await self._read_end()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop following the log, and wake all waiters."""
+        """Stop the task, wake all waiting pages, and close the log."""
         self.closing = True
         self._wake_waiters()
         if self._task is not None:
@@ -122,12 +122,12 @@ class Tail:
             await self._read_end()
 
     async def _read_end(self) -> None:
-        """Read the log's end, and wake the waiting pages if it, or the notice, has changed."""
+        """Read the log's end. If it or the notice has changed, wake the waiting pages."""
         loop = asyncio.get_running_loop()
         try:
-            position, generation, hash_, events = await loop.run_in_executor(self._thread, self._read_news)
+            position, generation, hash_, events = await loop.run_in_executor(self._thread, self._read_new_events)
             notice = ""
-        except Exception as e:  # no fault of a log ends the tail: it becomes a notice
+        except Exception as e:  # every error becomes a notice, so that the task goes on
             if not isinstance(e, TrinityError):
                 _log.warning("the log can't be read", exc_info=True)
             self._close_log()
@@ -139,16 +139,16 @@ class Tail:
             self._recent.clear()
             self._remembered_after = position
         for position_and_stream in events or ():
-            if len(self._recent) == MOST_REMEMBERED:  # the deque drops the oldest
+            if len(self._recent) == MAX_REMEMBERED:  # the deque drops the oldest
                 self._remembered_after = self._recent[0][0]
             self._recent.append(position_and_stream)
         self.position, self.generation, self._hash, self.notice = position, generation, hash_, notice
         self._wake_waiters()
 
-    def _read_news(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
-        """Return the log's last position, its generation, its last hash, and the new events as (position, stream).
+    def _read_new_events(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
+        """Return the log's last position, its generation, its last hash, and (position, stream) of each new event.
 
-        The events are None if anything may have changed: the log was replaced or restored from a copy, or has more new
+        Instead of the events, returns None if the log was replaced or restored from a copy, or if it has more new
         events than the tail remembers.
         """
         log = self.log()
@@ -160,7 +160,7 @@ class Tail:
         last_known = log.at(self.position)
         if self.position and (last_known is None or last_known.hash != self._hash):
             return head.position, f"{head.generation}.{head.hash.hex()[:8]}", head.hash, None
-        if head.position - self.position > MOST_REMEMBERED:
+        if head.position - self.position > MAX_REMEMBERED:
             return head.position, self.generation, head.hash, None
         recorded = list(log.read(after=self.position))
         position, hash_ = (recorded[-1].position, recorded[-1].hash) if recorded else (self.position, self._hash)
@@ -171,12 +171,12 @@ class Tail:
         self._changed = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """Wait for a change of the log's end or of the notice, at most `seconds`."""
+        """Wait at most `seconds` for a change of the log's end or of the notice."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     def since(self, after: int) -> list[str] | None:
-        """Return the streams with events after this position; None if the tail does not remember them all."""
+        """Return the streams with events after this position; None if the tail does not remember all these events."""
         if after < self._remembered_after:
             return None
         streams = set[str]()
@@ -188,7 +188,7 @@ class Tail:
 
 
 def _message(name: str, data: dict[str, Any], position: int | None = None) -> bytes:
-    """Return a server-sent event; its id is this position of the log."""
+    """Encode a server-sent event. Its id is the log position."""
     id_line = b"" if position is None else b"id: %d\n" % position
     return id_line + b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
 
@@ -198,10 +198,10 @@ async def messages(
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events for a page that knows the log of this generation up to `after`.
 
-    They end with a `reset`, or when the tail is closing or `is_ending` returns True.
+    The stream ends after a `reset`, or when the tail is closing or `is_ending` returns True.
     """
     yield b"retry: 1000\n\n"
-    last_notice: str | None = None  # so the first message tells a reconnecting page that a problem is over
+    last_notice: str | None = None  # so that a notice is sent first: a reconnecting page may show an old one
     last_sent = time.monotonic()
     while not (tail.closing or is_ending()):
         if tail.notice != last_notice:

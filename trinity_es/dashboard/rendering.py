@@ -1,7 +1,7 @@
-"""Rendering of pages: templates, numbers, and times in local time.
+"""Rendering of pages: templates, and formats of numbers and local times.
 
 No text of a rollout, an error or an id is ever markup: autoescape is on for every template, no template uses `safe`
-(tests/full/dashboard/test_hostile.py checks it), and control characters are shown as escapes.
+(tests/full/dashboard/test_hostile.py checks that), and control characters are shown as escapes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NONE = Markup('<span class="none">–</span>')
 
 
 def count(value: float | None) -> str | Markup:
-    """Return a number as 1,234,567."""
+    """Format a number like 1,234,567."""
     return NONE if value is None else f"{value:,.0f}"
 
 
 def number(value: float | None, digits: int = 3) -> str | Markup:
-    """Return a number with this many decimals; from 1e9 on, four digits and an exponent."""
+    """Format a number with this many decimals; from 1e9 on, with four digits and an exponent."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -53,36 +53,36 @@ def percent(part: float, whole: float) -> str:
 
 
 def clock(seconds: float | None) -> str | Markup:
-    """Return the local time of unix seconds, without the date."""
-    return NONE if seconds is None else _local(seconds, "%H:%M:%S")
+    """Format unix seconds as local time without the date."""
+    return NONE if seconds is None else _local_time(seconds, "%H:%M:%S")
 
 
 def moment(seconds: float | None) -> str | Markup:
-    """Return date and time of unix seconds, to the millisecond, in local time, with its offset."""
+    """Format unix seconds as local date and time, with milliseconds and UTC offset."""
     return NONE if seconds is None else local_time(seconds, "milliseconds", " ")
 
 
 def when(seconds: float | None) -> Markup:
-    """Return date and time of unix seconds for a table, without the year; the title has them in full."""
+    """Format unix seconds for a table: local date and time without the year. The tooltip has both in full."""
     if seconds is None:
         return NONE
-    return Markup('<time title="{}">{}</time>').format(moment(seconds), _local(seconds, "%m-%d %H:%M:%S"))
+    return Markup('<time title="{}">{}</time>').format(moment(seconds), _local_time(seconds, "%m-%d %H:%M:%S"))
 
 
-def _local(seconds: float, time_format: str) -> str:
-    """Return a moment in local time, with its offset if that is not the present one, which each page shows."""
+def _local_time(seconds: float, time_format: str) -> str:
+    """Format unix seconds as local time. Adds the UTC offset if it differs from the current one (summer time)."""
     local, now = datetime.fromtimestamp(seconds, UTC).astimezone(), datetime.now().astimezone()
     return local.strftime(time_format) + (local.isoformat()[-6:] if local.utcoffset() != now.utcoffset() else "")
 
 
 def zone() -> str:
-    """Return this machine's present time zone, as UTC+01:00."""
+    """Return this machine's current UTC offset, such as UTC+01:00."""
     offset = datetime.now().astimezone().strftime("%z")
     return f"UTC{offset[:3]}:{offset[3:5]}" if offset.strip("+-0") else "UTC"
 
 
 def named(name: object, href: str, width: int) -> Markup:
-    """Return a link with this name; a long name is cut, and whole in the title."""
+    """Return a link with this name. A longer name than `width` is cut, and its tooltip has all of it."""
     title = Markup(' title="{}"').format(plain(name, 500)) if len(str(name)) > width else ""
     return Markup('<a href="{}"{}>{}</a>').format(href, title, plain(name, width))
 
@@ -92,7 +92,7 @@ def duration(seconds: float | None) -> str | Markup:
 
 
 def tail_of(path: str, parts: int) -> str:
-    """Return the last parts of a path, enough to tell one log from another."""
+    """Return the last `parts` parts of a path, which distinguish one log from another."""
     names = plain(path).split("/")
     return "…/" + "/".join(names[-parts:]) if len(names) > parts else plain(path)
 
@@ -102,7 +102,7 @@ def state(name: str) -> Markup:
 
 
 def bar(row: Any) -> Markup:
-    """Return a progress bar of a batch: its finished, failed and dropped tasks of all, with their counts."""
+    """Return the progress bar of a batch, with its finished, failed and dropped tasks."""
     total = max(row.tasks, 1)
     counts = {"finished": row.finished, "failed": row.failed, "dropped": row.dropped}
     parts, x = Markup(""), 0.0
@@ -119,7 +119,7 @@ def bar(row: Any) -> Markup:
 
 
 def json_data(value: Any, element_id: str) -> Markup:
-    """Return data for a chart as the text of a hidden element with this id."""
+    """Return a hidden element with this id that holds a chart's data as JSON."""
     text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return Markup('<div hidden id="{}">{}</div>').format(element_id, text)
 

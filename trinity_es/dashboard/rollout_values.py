@@ -1,4 +1,4 @@
-"""Single rollouts as the values that the dashboard's templates show."""
+"""Values of single rollouts for the dashboard's templates."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ CONVERSATION_CHARACTERS = 200_000
 JSON_CHARACTERS = 20_000
 PREVIEW_CHARACTERS = 160
 PREVIEW_BYTES = 32_000_000
-"""Maximum size of the payloads that are read for the previews in one list of rollouts."""
+"""Maximum number of bytes of payloads that are read for the previews in one list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Message of a conversation, as the page of a rollout shows it."""
+    """Message of a conversation, for the page of a rollout."""
 
     role: str
     text: str
     left_out: int = 0
-    """Number of characters left out at the end of the text."""
+    """Number of characters cut off at the end of the text."""
     more: str = ""
-    """Other fields (tool calls, names) as JSON."""
+    """Other fields of the message (tool calls, names) as JSON."""
 
 
 def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[RunExperiences]:
-    """Return the experiences of each of these runs, or why there are none in a sentence for a page."""
+    """Read the experiences of each of these runs. If a run has none, its result has a sentence that says why."""
     results = rollout_reader.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
     return [
         replace(result, missing=_why_missing(row, result), trouble=result.trouble and (
@@ -62,7 +62,7 @@ def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[Ru
 
 
 def _why_missing(row: RunRow, run_experiences: RunExperiences) -> str:
-    """Return a sentence that says why the run has no experiences; empty if it has some."""
+    """Return a sentence that says why a run has no experiences; "" if it has some."""
     if row.payload is None and row.outcome != "finished":
         return "The run failed: it left no experience."
     if run_experiences.missing == NOT_KEPT:
@@ -76,7 +76,7 @@ def _why_missing(row: RunRow, run_experiences: RunExperiences) -> str:
 def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int], str]:
     """Return the beginning of each run's first response, by (batch, task, run).
 
-    Responses that can't be read are left out, and those after the first PREVIEW_BYTES of payloads.
+    A response is left out if it can't be read, or if PREVIEW_BYTES of payloads were read before it.
     """
     texts: dict[tuple[BatchId, int, int], str] = {}
     stored_rows = [row for row in rows if row.payload is not None]
@@ -124,22 +124,22 @@ def prompt_of(e: Experience) -> str:
 
 
 def whole_text(e: Experience) -> str:
-    """Return the whole text of a rollout for a file, unescaped."""
+    """Return an experience's prompt, response and messages as the unescaped text of a file."""
     parts = [f"# experience {e.eid.uid}", f"# reward {e.reward}", "", "## prompt", prompt_of(e), "", "## response",
              response_of(e)]
     for message in e.messages or []:
-        parts += ["", f"## message of {message.get('role')}", _text_of(message.get("content"))]
+        parts += ["", f"## message of {message.get('role')}", _content_text(message.get("content"))]
     return "\n".join(parts) + "\n"
 
 
 def messages(e: Experience) -> list[Message]:
-    """Return the messages of its conversation; [] if none are recorded.
+    """Return the messages of an experience's conversation; [] if none are recorded.
 
-    After CONVERSATION_CHARACTERS in all, the rest of the texts is left out.
+    After CONVERSATION_CHARACTERS in total, the rest of the texts is cut.
     """
     out, characters_left = [], CONVERSATION_CHARACTERS
     for message in e.messages or []:
-        text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_CHARACTERS, characters_left))
+        text, left_out = cut(_content_text(message.get("content")), min(MESSAGE_CHARACTERS, characters_left))
         characters_left -= len(text)
         other_fields = {k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {})}
         out.append(Message(role=shown(message.get("role", "?"))[:40], text=text, left_out=left_out,
@@ -147,8 +147,8 @@ def messages(e: Experience) -> list[Message]:
     return out
 
 
-def _text_of(content: Any) -> str:
-    """Return the content of a chat message as text; of a list of parts, a line each, those without text as JSON."""
+def _content_text(content: Any) -> str:
+    """Return the content of a chat message as text. A list of parts becomes a line per part; others become JSON."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -163,7 +163,7 @@ def as_json(value: Any) -> str:
 
 
 def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
-    """Return (purpose, command line) pairs of commands that show this run."""
+    """Return commands that show this run, as (purpose, command line)."""
     batch, log_option = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
     pairs = [
         ("generate it again from its weights, prompt and seed",
@@ -178,30 +178,30 @@ def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
 
 
 def experience_values(
-    e: Experience, decode: tokens.Decode | None, source: str, *, most_characters: int = TEXT_CHARACTERS,
-    most_tokens: int = tokens.MOST_TOKENS,
+    e: Experience, decode: tokens.Decode | None, source: str, *, max_characters: int = TEXT_CHARACTERS,
+    max_tokens: int = tokens.MAX_TOKENS,
 ) -> dict[str, Any]:
-    """Return the values of one experience for templates; `decode` and `source` are those of `tokens.decoder`.
+    """Return the values of one experience for templates. `decode`, `source`: see `tokens.decoder`.
 
-    `most_characters` limits the prompt and the response each, `most_tokens` the tokens that are shown one by one.
+    `max_characters` limits the prompt and the response each. `max_tokens` limits the list of tokens.
     """
-    prompt, prompt_more = cut(prompt_of(e), most_characters)
-    response, response_more = cut(response_of(e), most_characters)
+    prompt, prompt_more = cut(prompt_of(e), max_characters)
+    response, response_more = cut(response_of(e), max_characters)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
     return {
         "eid": e.eid, "type": e.experience_type, "reward": e.reward, "metrics": sorted(e.metrics.items()),
-        "advantage": _summary(e.advantages), "returns": _summary(e.returns), "logprob": _summary(e.logprobs),
-        "token_reward": _summary(e.token_level_reward), "truncated": e.truncate_status,
+        "advantage": _statistics(e.advantages), "returns": _statistics(e.returns), "logprob": _statistics(e.logprobs),
+        "token_reward": _statistics(e.token_level_reward), "truncated": e.truncate_status,
         "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
-        "messages": messages(e), "overlay": tokens.overlay(e, decode, source, most_tokens),
+        "messages": messages(e), "overlay": tokens.overlay(e, decode, source, max_tokens),
         "info": cut(as_json(info), JSON_CHARACTERS)[0] if info else "",
         "tools": cut(as_json(e.tools), JSON_CHARACTERS)[0] if e.tools else "",
         "trained_tokens": 0 if e.action_mask is None else int(e.action_mask.sum()),
     }
 
 
-def _summary(values: Array | None) -> dict[str, float] | None:
-    """Return mean, minimum and maximum of the finite values; None if there are none."""
+def _statistics(values: Array | None) -> dict[str, float] | None:
+    """Return mean, minimum and maximum of the finite values; None if no value is finite."""
     finite = [] if values is None else values[np.isfinite(values)]
     if not len(finite):
         return None

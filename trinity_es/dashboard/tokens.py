@@ -1,7 +1,7 @@
-"""The tokens of an `Experience` as plain values for a page: text, mask, logprob and weights of each.
+"""The tokens of an `Experience` as plain values for a page: text, mask, logprob and weights version of each.
 
-The number of tokens is bounded, so that a page of a rollout of a million tokens opens. Texts come from the bytes that
-tokens are (the scripted engine) or from a `tokenizer.json` in the model's folder; without either, ids are shown.
+The number of tokens is limited, so that a page with a rollout of a million tokens opens. A token's text is its byte
+(scripted engine) or comes from the `tokenizer.json` in the model's folder. Without either, its id is shown.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from trinity_es.events.experience import Experience
 from trinity_es.safe_text import shown
 
 __all__ = [
-    "LEVELS", "MOST_TOKENS", "Decode", "Overlay", "Token", "byte_decode", "decoder", "level", "overlay", "pieces",
+    "LEVELS", "MAX_TOKENS", "Decode", "Overlay", "Token", "byte_decode", "decoder", "level", "overlay", "token_texts",
 ]
 
-MOST_TOKENS = 1500
+MAX_TOKENS = 1500
 LEVELS = 8
-"""Number of levels of likelihood."""
+"""Number of levels of a token's likelihood, each with its own colour."""
 _LEVEL_LIMITS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)
-"""Largest -logprob of each level: likelier than 99 %, 90 %, 70 %, 50 %, 25 %, 10 %, 1 %."""
+"""Largest -logprob of each level but the last, for probabilities above 99 %, 90 %, 70 %, 50 %, 25 %, 10 %, 1 %."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    place: int
-    """Index in the whole sequence, from 0."""
+    index: int
+    """Index in the whole sequence (prompt and response), from 0."""
     id: int
     text: str
-    """Text as `shown` returns it, or the id in brackets if the text is unknown."""
+    """Text with control characters escaped (`shown`), or the id in brackets if the text is unknown."""
     prompt: bool
     trained: bool
     """Value of the action mask."""
     logprob: float | None = None
     """Logprob in nats; None for the prompt, and if it is not finite."""
     level: int | None = None
-    """Likelihood from 0 (above 99 %) to LEVELS - 1 (below 1 %)."""
+    """Level of likelihood, from 0 (above 99 %) to LEVELS - 1 (below 1 %)."""
     version: int | None = None
     advantage: float | None = None
     reward: float | None = None
     spliced: bool = False
-    """True if another attempt went on here with the tokens before it, which a lost one had."""
+    """True if an attempt continued here from the tokens of a lost attempt."""
 
     @property
     def probability(self) -> float:
@@ -56,7 +56,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
-    """Tokens of one experience for a page, and what is left out of them."""
+    """Tokens of one experience for a page, and how many are left out."""
 
     tokens: list[Token] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -64,29 +64,29 @@ class Overlay:
     left_out: int = 0
     """Number of tokens that are not shown."""
     skipped: int = 0
-    """Those of them at the beginning of a long prompt, in favour of the response."""
+    """Number of tokens that are not shown at the beginning of the prompt."""
     texts: str = ""
-    """Source of the texts: `bytes`, `tokenizer`, or empty if ids are shown."""
+    """Source of the texts: `bytes` or `tokenizer`; empty if ids are shown."""
     logprobs: bool = False
     versions: list[int] = field(default_factory=list)
     splices: list[int] = field(default_factory=list)
-    """Places in the whole sequence at which another attempt went on."""
+    """Indexes in the whole sequence of the tokens that are `spliced`."""
 
 
 def level(logprob: float) -> int:
-    """Return the level of a token's likelihood, from 0 (likeliest) to LEVELS - 1."""
+    """Return the level of likelihood of a token with this logprob, from 0 (likeliest) to LEVELS - 1."""
     return next((i for i, limit in enumerate(_LEVEL_LIMITS) if -logprob <= limit), LEVELS - 1)
 
 
 def byte_decode(ids: Sequence[int]) -> str:
-    """Return the text of tokens that are UTF-8 bytes, as the scripted engine's are."""
+    """Decode token ids that are UTF-8 bytes, as those of the scripted engine are."""
     return bytes(t for t in ids if 0 <= t < 256).decode(errors="replace")
 
 
 def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
-    """Return the decoder for runs with this config, and its source; (None, "") if there is none.
+    """Return the decoder of token ids for runs with this config, and its name (`bytes`, `tokenizer`).
 
-    It reads `tokenizer.json` of the model's folder, if that is on this machine and the package tokenizers is installed.
+    Returns (None, "") if the model has no `tokenizer.json` in a folder here, or without the package tokenizers.
     """
     rollout = (config.get("explorer") or {}).get("rollout_model") or {}
     if rollout.get("engine_type") == "scripted":
@@ -99,19 +99,19 @@ def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # not installed, or not readable by it
+    except Exception:  # the package is not installed, or can't read the file
         return None, ""
     return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), "tokenizer"
 
 
-def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return each token's text; joined they are the whole text. A character of several tokens is at the last one."""
+def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each token. The last token of a character that has several tokens gets the character."""
     texts: list[str] = []
     context_start = done_count = 0
     for i in range(len(ids)):
-        # A token is decoded together with the one before it, because its text may depend on it (a leading space).
+        # A token is decoded together with its predecessor, because its text may depend on that (a leading space).
         before, after = decode(ids[context_start:done_count]), decode(ids[context_start : i + 1])
-        # The character is not complete yet. It has at most 4 bytes, so at most 4 tokens.
+        # The character is still incomplete. It has at most 4 bytes, so at most 4 tokens.
         if after.endswith("\ufffd") and i + 1 < len(ids) and i - done_count < 4:
             texts.append("")
             continue
@@ -120,21 +120,24 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def overlay(e: Experience, decode: Decode | None = None, source: str = "", most_tokens: int = MOST_TOKENS) -> Overlay:
-    """Return at most this many tokens of an experience: the end of a long prompt, the beginning of a long response."""
+def overlay(e: Experience, decode: Decode | None = None, source: str = "", max_tokens: int = MAX_TOKENS) -> Overlay:
+    """Return at most `max_tokens` tokens of an experience: the end of the prompt and the beginning of the response.
+
+    `decode`, `source`: see `decoder`.
+    """
     prompt_tokens, total = e.prompt_length, len(e.tokens)
     response_tokens = total - prompt_tokens
-    prompt_room = max(most_tokens - response_tokens, most_tokens // 4)
+    prompt_room = max(max_tokens - response_tokens, max_tokens // 4)
     first = max(0, prompt_tokens - prompt_room)
-    last = min(total, first + most_tokens)
+    last = min(total, first + max_tokens)
     ids = [int(t) for t in e.tokens[first:last]]
     if decode is None and _is_bytes(e):
         decode, source = byte_decode, "bytes"
     texts = None
     if decode is not None:
         try:
-            texts = pieces(ids, decode)
-        except Exception:  # ids that this tokenizer does not know
+            texts = token_texts(ids, decode)
+        except Exception:  # the tokenizer does not know all ids
             texts, source = None, ""
     spans = _version_spans(e, response_tokens)
     tokens = [
@@ -148,14 +151,14 @@ def overlay(e: Experience, decode: Decode | None = None, source: str = "", most_
 
 
 def _is_bytes(e: Experience) -> bool:
-    """Return True if its tokens are the bytes of its text, judged by the first 256."""
+    """Return True if the first tokens of the response (up to 256) are the bytes of its text."""
     text = (e.response_text or "")[:256].encode(errors="replace")[:256]
     ids = e.tokens[e.prompt_length : e.prompt_length + len(text)]
     return bool(text) and ids.tolist() == list(text)
 
 
 def _version_spans(e: Experience, response_tokens: int) -> list[tuple[int, int, int]]:
-    """Return (version, start, end) over the response, from `info`, which users fill and may hold anything."""
+    """Return (weights version, start, end) for each span of the response that one version generated."""
     spans = e.version_spans
     version = e.info.get("model_version")
     if not spans and isinstance(version, int) and not e.info.get("model_version_drift"):
@@ -163,11 +166,11 @@ def _version_spans(e: Experience, response_tokens: int) -> list[tuple[int, int, 
     return spans
 
 
-def _token(e: Experience, place: int, token: int, text: str | None, spans: list[tuple[int, int, int]]) -> Token:
-    """Return the token at this place of the sequence; values that are missing or not finite are None."""
-    at = place - e.prompt_length
+def _token(e: Experience, index: int, token: int, text: str | None, spans: list[tuple[int, int, int]]) -> Token:
+    """Return the token at this index of the whole sequence. Values that are missing or not finite become None."""
+    at = index - e.prompt_length
     if at < 0:
-        return Token(place=place, id=token, text=_text(token, text), prompt=True, trained=False)
+        return Token(index=index, id=token, text=_text(token, text), prompt=True, trained=False)
 
     def number(values: Any) -> float | None:
         value = None if values is None or at >= len(values) else float(values[at])
@@ -175,7 +178,7 @@ def _token(e: Experience, place: int, token: int, text: str | None, spans: list[
 
     logprob = number(e.logprobs)
     return Token(
-        place=place, id=token, text=_text(token, text), prompt=False,
+        index=index, id=token, text=_text(token, text), prompt=False,
         trained=e.action_mask is not None and bool(e.action_mask[at]),
         logprob=logprob, level=None if logprob is None else level(logprob),
         version=next((v for v, start, end in spans if start <= at < end), None),
@@ -184,5 +187,5 @@ def _token(e: Experience, place: int, token: int, text: str | None, spans: list[
 
 
 def _text(token: int, text: str | None) -> str:
-    """Return the text to show: the id in brackets if the text is unknown, or empty although the token is no byte."""
+    """Return the text to show for a token: its text, or its id in brackets if that is unknown, or empty for no byte."""
     return f"[{token}]" if text is None or (not text and token > 255) else shown(text)

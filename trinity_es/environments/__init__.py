@@ -1,1 +1,1 @@
-"""Third-party environments: their installation, the processes that they run in, and the workflows that play them."""
+"""Third-party environments: installation, the processes that they run in, and the workflows that play them."""

@@ -1,8 +1,8 @@
 """Client of an environment's process, for the event loop of a runner.
 
-A runner has one process for each environment and config. Its first run starts the process, which ends with the runner
-(see `verifiers_main.py`). If the process dies, or is ended because it stopped responding, its open requests fail at
-once and the next run starts another.
+A runner has one process for each environment and config. The first run starts it, and it ends with the runner
+(see `verifiers_main.py`). If the process dies, or is killed because it stopped responding, its open requests fail at
+once and the next run starts another process.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _log = logging.getLogger(__name__)
 
 
 class EnvironmentServer:
-    """Process of one environment and config. `config` is sent to the program first."""
+    """Process of one environment and config. It runs `program` and gets `config` as its first message."""
 
     def __init__(self, installed: Installed, program: Path, config: Mapping[str, Any]) -> None:
         self.name, self._python = installed.name, installed.python
         self._program, self._config = program, config
         self._requests: dict[int, asyncio.Future[Any]] = {}
-        """Answers of open requests, by number; 0 is the start."""
+        """{request number: future of its answer}; number 0 is the start."""
         self._unconfirmed: dict[int, asyncio.TimerHandle] = {}
-        """Timers of cancelled requests, by number; they end the process unless it confirms the cancellation."""
+        """{number of a cancelled request: timer that kills the process unless it confirms the cancellation}."""
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._reader_task: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """Process id of the process that plays."""
+        """Process id of the child that plays the episodes."""
         self.has_ended = False
 
     async def start(self) -> None:
@@ -113,7 +113,7 @@ class EnvironmentServer:
         self._writer.write(struct.pack(">I", len(data)) + data)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Give each answer to its request until the process ends; then fail open requests, and reap the process."""
+        """Read answers and pass each to its request until the process ends; then fail open requests, and reap it."""
         try:
             while True:
                 [size] = struct.unpack(">I", await reader.readexactly(4))
@@ -142,7 +142,7 @@ class EnvironmentServer:
             await asyncio.sleep(0.05)  # poll reaps the process, else it stays a zombie
 
     def _kill_unresponsive(self) -> None:
-        """End the process, since it did not confirm in time that a cancelled run is over."""
+        """End the process because it did not confirm the cancellation of a run in time."""
         _log.warning("the process of environment %s did not confirm for %.0f s that a run is over: it is ended, the "
                      "next run starts another", self.name, SILENT_SECONDS)
         self._end()
@@ -167,7 +167,7 @@ class EnvironmentServer:
 
 
 def environment_variables(python: Path) -> dict[str, str]:
-    """Return environment variables for a process of this Python, without our own and the system's key."""
+    """Return environment variables for a process of this Python, without this process's paths and the system's key."""
     removed_names = {KEY_VARIABLE, FILE_VARIABLE, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     variables = {name: value for name, value in os.environ.items() if name not in removed_names}
     folders = [str(python.parent), variables.get("PATH", os.defpath)]
@@ -183,21 +183,21 @@ _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asynci
 _servers = weakref.WeakKeyDictionary()
 
 
-def _is_over(start: asyncio.Task[EnvironmentServer]) -> bool:
-    """Return whether a start has failed, or its process has ended since."""
+def _has_failed_or_ended(start: asyncio.Task[EnvironmentServer]) -> bool:
+    """Return whether this start failed, or the process that it started has ended."""
     return start.done() and (start.cancelled() or start.exception() is not None or start.result().has_ended)
 
 
 async def server_of(installed: Installed, program: Path, config: Mapping[str, Any]) -> EnvironmentServer:
-    """Return this loop's process for an environment and a config; start one if none is alive.
+    """Return this event loop's process for an environment and a config, and start one if none is alive.
 
-    Raises what `EnvironmentServer.start` raises; the next call tries again.
+    Raises the errors of `EnvironmentServer.start`; the next call tries again.
     """
     loop = asyncio.get_running_loop()
     servers = _servers.setdefault(loop, {})
     key = (str(installed.folder), orjson.dumps(config, option=orjson.OPT_SORT_KEYS))
     starting = servers.get(key)
-    if starting is None or _is_over(starting):
+    if starting is None or _has_failed_or_ended(starting):
         async def start() -> EnvironmentServer:
             server = EnvironmentServer(installed, program, config)
             await server.start()

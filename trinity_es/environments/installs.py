@@ -1,8 +1,8 @@
-"""Installed environments, each in its own virtualenv, because its pinned packages may conflict with ours.
+"""Installed environments, each in its own virtualenv, because its pinned packages may conflict with trinity_es's.
 
-They are folders below `TRINITY_ES_ENVIRONMENTS` or, without that, `trinity_es/environments` in the user's data folder
-(`XDG_DATA_HOME`). Each install gets a new subfolder. `environment.json` names the current one and is replaced last, so
-a failed install leaves the previous one in place.
+They are folders below `TRINITY_ES_ENVIRONMENTS`, by default `trinity_es/environments` in the user's data folder
+(`XDG_DATA_HOME`). Each install gets a new subfolder. `environment.json` names the current subfolder and is replaced
+last, so a failed install leaves the previous one in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PROGRAM", "Installed", "environments_folder", "find", "install", "in
 FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
 VERIFIERS_PACKAGE = "verifiers"
 VERIFIERS = f"{VERIFIERS_PACKAGE}>=0.4,<0.5"
-"""Requirement installed beside each environment, which verifiers plays."""
+"""Requirement that is installed beside each environment, since verifiers plays it."""
 PROGRAM = Path(__file__).with_name("verifiers_main.py")
 """Script that an environment's own Python runs."""
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
@@ -36,7 +36,7 @@ _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """Environment package that is installed here."""
+    """Environment package that is installed on this machine."""
 
     name: str
     distribution: str
@@ -50,7 +50,7 @@ class Installed:
 
     @property
     def taskset(self) -> str:
-        """Name by which verifiers loads the taskset: its package, or `name` for verifiers' own tasksets."""
+        """Name by which verifiers loads the taskset: the package's name, or `name` for verifiers' own tasksets."""
         return self.name if self.distribution == VERIFIERS_PACKAGE else self.distribution
 
     @property
@@ -71,7 +71,7 @@ def environments_folder() -> Path:
 
 
 def uv() -> str | None:
-    """Return the path of uv, beside this Python or on PATH; None without one."""
+    """Return the path of the program uv, beside this Python or on PATH; None if it is not installed."""
     return shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
 
 
@@ -94,7 +94,7 @@ def find(name: str) -> Installed:
 
 
 def _find_or_none(name: str) -> Installed | None:
-    """Return the installed environment of this name, written in any way that `plain_name` normalizes."""
+    """Return the installed environment whose name equals `plain_name(name)`; None if there is none."""
     return next((environment for environment in installed() if environment.name == plain_name(name)), None)
 
 
@@ -109,9 +109,9 @@ def install(
 ) -> Installed:
     """Install an environment in its own virtualenv, replacing an earlier install of the same name.
 
-    `package` is a name (`name@version` for one version), a folder or a wheel. `name` is the name used here, by default
-    that of the package; `beside` lists further packages, `index` is an extra package index, and `python` the Python to
-    use, by default this one. Raises ConfigError with uv's error output.
+    `package` is a name (`name@version` for one version), a folder or a wheel. `name` is the environment's name, by
+    default the package's. `beside` lists further packages, `index` is an extra package index, `python` the Python to
+    use, by default this one. `say` is called with each command. Raises ConfigError with uv's error output.
     """
     requirement, distribution = _requirement(package)
     if uv() is None:
@@ -143,7 +143,7 @@ def install(
 
 
 def remove(name: str) -> Installed:
-    """Delete an environment with all its installs, and return it. Raises ConfigError if there is none."""
+    """Delete an environment with all its installs, and return it. Raises ConfigError if it is not installed."""
     environment = _find_or_none(name)
     if environment is None:
         raise ConfigError(_not_installed_message(name), environment=name)
@@ -164,7 +164,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _make_venv(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Make a virtualenv of the Python `base` with these packages; return the environment's and verifiers' versions."""
+    """Make a virtualenv of the Python `base` with these packages; return `distribution`'s and verifiers' versions."""
     uv_path, python = uv() or "", str(venv / "bin" / "python")
     index_options = ["--extra-index-url", index] if index else []
     _run([uv_path, "venv", "--quiet", "--python", base, str(venv)], say)
@@ -174,7 +174,7 @@ def _make_venv(
 
 
 def _require_loads(environment: Installed, say: Callable[[str], None]) -> None:
-    """Raise ConfigError unless verifiers loads the environment's taskset; for one of verifiers' own, only `say` so."""
+    """Raise ConfigError if verifiers can't load the environment's taskset. For its own tasksets only `say` so."""
     try:
         _run([str(environment.python), "-I", str(PROGRAM), "load", environment.taskset], say)
     except ConfigError as e:
@@ -197,7 +197,7 @@ def _requirement(package: str) -> tuple[str, str]:
 
 
 def _distribution(package: str) -> str:
-    """Return the name of a package: from a folder's pyproject.toml, or from a wheel's file name."""
+    """Return a package's name, from a folder's pyproject.toml, a wheel's file name, or NAME@VERSION."""
     path = Path(package)
     if path.is_dir():
         try:
@@ -208,7 +208,7 @@ def _distribution(package: str) -> str:
 
 
 def _environment_name(name: str) -> str:
-    """Return the normalized name, which is also the folder's name. Raises ConfigError."""
+    """Return the normalized name of an environment, which is also its folder's name. Raises ConfigError."""
     normalized_name = plain_name(name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", normalized_name):
         raise ConfigError(f"{name!r} can't be an environment's name: give letters, digits and dashes with --name")

@@ -1,8 +1,8 @@
 """The workflow `openenv`: an episode with an OpenEnv server (0.10), over its WebSocket.
 
-Each run opens its own session and closes it however the run ends. Observations are the user's turns, the model's
-answers are the actions, and the reward is the sum of the steps' rewards. A server error fails the run; it never
-becomes a reward.
+Each run opens its own session, and closes it however the run ends. Observations are user messages, the model's answers
+are the actions, and the reward is the sum of the steps' rewards. A server error fails the run and never becomes a
+reward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.workflows.row_prompts import chat_of
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["OpenEnvSession", "OpenEnvWorkflow", "about_action", "action_of", "shown"]
+__all__ = ["OpenEnvSession", "OpenEnvWorkflow", "action_of", "is_about_action", "shown"]
 
 MAX_TURNS = 32
 """Default maximum number of actions in an episode."""
@@ -32,7 +32,7 @@ ANSWER_SECONDS = 60.0
 CONNECT_SECONDS = 60.0
 """Default time to wait for a server that is full or unreachable: it may be restarting."""
 TELL_SECONDS = 5.0
-"""Time that a server may be unreachable before the run reports it: it may be starting."""
+"""Time that a server may be unreachable before the run reports it, since the server may be starting."""
 CLOSE_SECONDS = 2.0
 MESSAGE_BYTES = 100 * 1024 * 1024
 """Maximum size of a server's message."""
@@ -45,14 +45,14 @@ _TOOL_CALL = {"type": "object", "required": ["type", "tool_name", "arguments"], 
 
 
 class OpenEnvWorkflow(Workflow):
-    """An episode with the OpenEnv server at `workflow_args.url`; the reward is the sum over its steps.
+    """Episode with the OpenEnv server at `workflow_args.url`. The reward is the sum over its steps.
 
     `workflow_args`: `url` of the server; `reset`, arguments of its reset, which the row's `reset` overrides;
     `max_turns` (32); `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or unreachable;
     `headers` of the connection; `parser`, "module:function" that turns the model's text and the action's JSON schema
     into an action (a dict), or raises ValueError; `observe`, "module:function" that turns an observation and the schema
-    into the user's turn; `invalid_reward`, the reward of an answer that is no action, which ends the episode (without
-    it the run fails).
+    into a user message; `invalid_reward`, the reward for an answer that is not a valid action, which ends the episode
+    (by default the run fails).
     """
 
     is_async = True
@@ -63,10 +63,10 @@ class OpenEnvWorkflow(Workflow):
     FUNCTION_ARGS = frozenset({"parser", "observe"})
 
     async def run_async(self) -> list[Experience]:
-        """Play the episode until the environment or `max_turns` ends it, or an answer is no action."""
+        """Play until the environment ends the episode, `max_turns` is reached, or an answer is not a valid action."""
         args = self.task.workflow_args
-        parse = _function(args.get("parser"), action_of)
-        observe = _function(args.get("observe"), shown)
+        parse = _load_function(args.get("parser"), action_of)
+        observe = _load_function(args.get("observe"), shown)
         messages = self.opening()
         rewards: list[float] = []
         counts = {"turns": 0.0, "invalid_actions": 0.0}
@@ -94,11 +94,14 @@ class OpenEnvWorkflow(Workflow):
         return self._experiences(rewards, counts)
 
     async def _wait_for(self, reason: str) -> None:
-        """Report what the run waits for, with an empty text when the wait is over."""
+        """Report the reason why the run waits; an empty text reports the end of the wait."""
         await self.model.set_workflow_state({"waits_for": reason})
 
     def opening(self) -> list[dict[str, Any]]:
-        """Return the messages before the first observation: the system prompt, or the row's as such, or both."""
+        """Return the messages before the first observation: the system prompt and the row's prompt, if any.
+
+        Without a system prompt, a text prompt of the row is the system message.
+        """
         prompt, system = self.task.task_desc, self.task.format_args.get("system_prompt")
         if isinstance(prompt, list):
             return chat_of(prompt, system)
@@ -106,7 +109,7 @@ class OpenEnvWorkflow(Workflow):
         return [{"role": role, "content": text} for role, text in zip(("system", "user"), texts, strict=False)]
 
     def _experiences(self, rewards: list[float], metrics: dict[str, float]) -> list[Experience]:
-        """Return the episode's experiences, each with the sum of the rewards. Raises WorkflowError without rewards."""
+        """Return the episode's experiences, each with the sum of `rewards`. Raises WorkflowError if there are none."""
         if not rewards:
             raise WorkflowError("the environment gave no reward in any step, so the episode has none")
         reward = math.fsum(rewards)
@@ -124,7 +127,7 @@ class _NoAction(Exception):
 
 
 class OpenEnvSession:
-    """Connection of one episode. Its methods raise EnvironmentFailed if the server reports an error or dies."""
+    """Connection of one episode to a server. Methods raise EnvironmentFailed if the server fails or dies."""
 
     def __init__(self, http: aiohttp.ClientSession, socket: Any, url: str, timeout: float) -> None:
         self._http, self._socket, self._url, self._timeout = http, socket, url, timeout
@@ -139,7 +142,7 @@ class OpenEnvSession:
         return _step_result(await self.ask({"type": "step", "data": action}), self._url)
 
     async def action_schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the environment's actions."""
+        """Return the JSON schema of the environment's actions; for tool calls with the available tools."""
         async with _translated_errors(self._url), self._http.get(f"{self._url}/schema") as response:
             response.raise_for_status()
             schema: dict[str, Any] = json.loads(await _body(response))["action"]
@@ -163,7 +166,7 @@ class OpenEnvSession:
         if reply["type"] == "error":
             code, text = data.get("code"), f"{data.get('message')} {data.get('errors') or ''}".strip()
             if code == "VALIDATION_ERROR" and message["type"] == "step":
-                if about_action(json.loads(request)["data"], data.get("errors")):
+                if is_about_action(json.loads(request)["data"], data.get("errors")):
                     raise _NoAction(f"{code}: {text[:500]}")
                 text = f"in its own code, the action is not at fault: {text}"
             if code == "CAPACITY_REACHED":
@@ -193,7 +196,7 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _step_result(data: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return `observation`, `reward` and `done` of a server's answer. Raises EnvironmentFailed if it is malformed."""
+    """Return `observation`, `reward` and `done` of an answer. Raises EnvironmentFailed if the answer is malformed."""
     observation, reward = data.get("observation"), data.get("reward")
     if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
         raise EnvironmentFailed(f"the OpenEnv server {url} answered {str(data)[:200]}: an observation is expected")
@@ -212,9 +215,10 @@ class _Full(_Unavailable):
 async def session(
     args: dict[str, Any], tell: Callable[[str], Awaitable[None]] | None = None
 ) -> AsyncIterator[OpenEnvSession]:
-    """Give a session of the task's server, and close it. Waits while the server is full or unreachable.
+    """Open a session with the server that `args` (`workflow_args`) name, for `async with`.
 
-    Calls `tell` repeatedly while the server is unreachable, and with an empty text when the wait is over.
+    Waits while the server is full or unreachable. While it is unreachable, `tell` is called with the reason, and with
+    an empty text when the wait is over.
     """
     url, timeout = args.get("url"), float(args.get("answer_timeout", ANSWER_SECONDS))
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
@@ -232,7 +236,7 @@ async def _connect(
     http: aiohttp.ClientSession, url: str, timeout: float, patience: float,
     tell: Callable[[str], Awaitable[None]] | None,
 ) -> OpenEnvSession:
-    """Return a new session; tries for `patience` seconds, and then raises the server's last error."""
+    """Return a new session. Retries for `patience` seconds, and then raises the last error."""
     clock = asyncio.get_running_loop().time
     started_at = clock()
     has_reported = False
@@ -262,7 +266,7 @@ async def _connect(
 
 @asynccontextmanager
 async def _translated_errors(url: str) -> AsyncIterator[None]:
-    """Turn connection errors into EnvironmentFailed with the right kind."""
+    """Turn errors of the connection into EnvironmentFailed: kind `timeout`, or `infra` for an unreachable server."""
     try:
         yield
     except TimeoutError as e:
@@ -272,10 +276,7 @@ async def _translated_errors(url: str) -> AsyncIterator[None]:
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the action in a text: a JSON object, fenced or not, or the value of the action's only required field.
-
-    Raises ValueError.
-    """
+    """Return a text's action: a JSON object, fenced or not, or the only required field's value. Raises ValueError."""
     text = text.strip()
     if text.startswith("```") and text.endswith("```"):
         text = "\n".join(text.splitlines()[1:-1]).strip()
@@ -294,17 +295,17 @@ def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return an observation and the schema of actions as JSON: the user's turn."""
+    """Return an observation and the action schema as JSON, for the user message."""
     return json.dumps({"observation": observation, "action_schema": schema}, ensure_ascii=False)
 
 
-def about_action(action: Any, errors: Any) -> bool:
-    """Return True if each of pydantic's errors is about a value of the action.
+def is_about_action(action: Any, errors: Any) -> bool:
+    """Return whether each of pydantic's errors is about a value of the action.
 
-    A server answers with the same error code if its own code made an invalid value.
+    The server uses the same error code if its own code made an invalid value.
     """
     def value_at(loc: list[Any]) -> Any:
-        """Return the action's value at a pydantic location, or _NOT_IN_ACTION."""
+        """Return the action's value at this location of a pydantic error, or _NOT_IN_ACTION."""
         value = action
         for depth, key in enumerate(loc):
             try:
@@ -323,6 +324,6 @@ def about_action(action: Any, errors: Any) -> bool:
         return False
 
 
-def _function(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function named "module:name"; the default without a name."""
+def _load_function(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with the name "module:name"; `default` if the name is None."""
     return default if name is None else resolve(name, {}, "function")

@@ -1,17 +1,19 @@
-"""Program that plays verifiers' environments (0.4) in their own Python, started by `server.py`.
+"""Program that plays verifiers' environments (0.4) in their own Python, started by `environment_process.py`.
 
 trinity_es is not installed there, so nothing of it is imported.
 
-    verifiers_main.py load TASKSET        exit with 0 if this taskset can be loaded, else print why not
-    verifiers_main.py tasks FILE LIMIT    read the config from stdin, write its tasks, a JSON object a line
+    verifiers_main.py load TASKSET        exit with 0 if this taskset can be loaded, else print the reason
+    verifiers_main.py tasks FILE LIMIT    read the config from stdin, write its tasks, a JSON object per line
     verifiers_main.py serve DESCRIPTOR    play episodes for the process at the other end of this socket
 
-Messages in both directions are a length in 4 bytes, big-endian, and JSON. The first is the environment's config. Then
-each `{"id", "run": {...}}` is answered by one `{"id", "result"}` or `{"id", "error"}`. `{"id", "cancel": true}` ends
-the episode with this id, and is answered at once by `{"id", "heard": true}`: this process still responds.
+Each message is a length (4 bytes, big-endian) and JSON. The client's first message is the environment's config. Then
+each request `{"id", "run": {...}}` gets one answer, `{"id", "result"}` or `{"id", "error"}`. `{"id", "cancel": true}`
+cancels the episode with this id. The answer `{"id", "heard": true}` follows at once and shows that this process still
+responds.
 
-The client may die at any time, so `serve` forks: one process plays, the other watches it and the socket. When either
-ends, the player has `LEAVING_SECONDS` to release what it holds; then every process that it started is killed.
+The client may die at any time, so `serve` forks: one process plays, the other watches it and the socket. When the
+client is gone, the playing process has `LEAVING_SECONDS` to release its resources. When it has ended, every process
+that it started is killed.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from typing import Any
 __all__ = ["main"]
 
 LEAVING_SECONDS = 10.0
-"""Time limit for an environment to release what it holds after its client is gone."""
+"""Time limit for an environment to release its resources after its client is gone."""
 TASKS_AT_MOST = 1_000_000
 _DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
 
 # --- the config and the tasks -----------------------------------------------------------------------------------------
-def resolved(config: dict[str, Any]) -> Any:
-    """Return the environment's config, with defaults for its roles.
+def resolve_config(config: dict[str, Any]) -> Any:
+    """Return verifiers' config object for an environment, with defaults for its roles.
 
-    A role gets the harness `null`, which only chats, if neither it nor the taskset names one. A role whose harness
-    does not execute code runs as a plain subprocess, without a sandbox.
+    A role gets the harness `null`, which only chats, if neither the role nor the taskset names a harness. A role whose
+    harness does not execute code runs as a plain subprocess, without a sandbox.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils import loaders
@@ -68,10 +70,10 @@ def resolved(config: dict[str, Any]) -> Any:
 
 
 def write_tasks(file: str, limit: str) -> None:
-    """Write the tasks of an environment, at most `limit` unless that is 0, each with the key `prompt`."""
+    """Write tasks into `file`, each with the key `prompt`, at most `limit` ("0": all). The config is on stdin."""
     from verifiers.v1.utils import loaders
 
-    taskset = loaders.load_taskset(resolved(json.load(sys.stdin)).taskset)
+    taskset = loaders.load_taskset(resolve_config(json.load(sys.stdin)).taskset)
     if not (taskset.bounded or int(limit)):
         raise SystemExit("the environment has endlessly many tasks: set how many to take (workflow_args: "
                          "{tasks: 1000})")
@@ -83,9 +85,9 @@ def write_tasks(file: str, limit: str) -> None:
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
 def share_client(endpoints: dict[str, dict[str, str]]) -> None:
-    """Make all runs share one client, which uses the endpoint of each run's trace id.
+    """Make all runs share one HTTP client. `endpoints` has each run's URL and key by its trace id.
 
-    verifiers would keep a client, with its connections, for each address that it ever used, and each run has its own.
+    Without this, verifiers keeps a client with its connections for each address, and each run has its own address.
     """
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.interception import server
@@ -106,13 +108,13 @@ class Server:
     def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
         self.env, self.writer = env, writer
         self.endpoints: dict[str, dict[str, str]] = {}
-        """URL and key of the model for each open trace, by its id."""
+        """{id of an open trace: URL and key of its model}."""
         self.episodes: dict[int, asyncio.Task[None]] = {}
-        """Running episodes, by the id of their request."""
+        """{request id: task of the running episode}."""
         self.is_leaving = False
 
-    def take(self, message: dict[str, Any]) -> None:
-        """Start the episode that a message asks for, or cancel the one that it names."""
+    def handle(self, message: dict[str, Any]) -> None:
+        """Handle a request: start an episode, or cancel the episode with this id."""
         number = message["id"]
         if "run" in message:
             self.episodes[number] = asyncio.create_task(self.play(number, message["run"]))
@@ -123,7 +125,7 @@ class Server:
             episode.cancel()
 
     async def leave(self) -> None:
-        """Cancel all episodes; the runner gets no answer for them."""
+        """Cancel all episodes without answering their requests."""
         self.is_leaving = True
         tasks = list(self.episodes.values())
         for task in tasks:
@@ -137,14 +139,14 @@ class Server:
         except asyncio.CancelledError:
             answer = as_frame({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
         except Exception as e:
-            answer = as_frame({"id": number, "error": {"type": type(e).__name__, "message": words(e)}})
+            answer = as_frame({"id": number, "error": {"type": type(e).__name__, "message": error_text(e)}})
         finally:
             self.episodes.pop(number, None)
         if not self.is_leaving:
             self.writer.write(answer)
 
     async def episode(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Play an episode with the model and the task that a request names, and return its result as JSON."""
+        """Play an episode with the model and the task in a request, and return its result as JSON."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig
@@ -176,16 +178,16 @@ class Server:
 
 
 def trace_json(trace: Any) -> dict[str, Any]:
-    """Return the trace of one agent. A branch has token ids, and the spans of them that the model generated."""
+    """Return the trace of one agent as JSON. A branch has token ids and the spans that the model generated."""
     return {
         "agent": trace.agent.name, "trainable": trace.agent.trainable, "ok": trace.ok, "is_timeout": trace.is_timeout,
         "errors": [] if trace.ok else [error_json(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
-        "unanswered": unanswered(trace.calls),
+        "unanswered": unanswered_errors(trace.calls),
         "reward": as_number(trace.reward),
         "rewards": {name: as_number(reward.value) for name, reward in trace.rewards.items() if reward is not None},
         "metrics": {name: as_number(value) for name, value in trace.metrics.items() if value is not None},
         "branches": [
-            {"tokens": branch.token_ids, "answers": answers(branch.nodes),
+            {"tokens": branch.token_ids, "answers": sampled_spans(branch.nodes),
              "messages": [message.model_dump(mode="json", exclude_none=True) for message in branch.messages]}
             for branch in trace.branches if branch.trainable
         ],
@@ -193,14 +195,15 @@ def trace_json(trace: Any) -> dict[str, Any]:
 
 
 def as_number(value: float) -> float | str:
-    """Return the number, or a text for infinity and NaN, which JSON lacks."""
+    """Return the number; infinity and NaN as text, since JSON can't hold them."""
     return value if math.isfinite(value) else str(value)
 
 
-def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
-    """Return the errors of failed model calls after the last successful one, which a harness may take for the end.
+def unanswered_errors(calls: list[Any]) -> list[dict[str, Any]]:
+    """Return the errors of model calls that failed after the last successful call.
 
-    Calls that the server refused (a status below 500) or that the harness cancelled do not count.
+    A harness may have taken such an error for the end of the episode. Calls that the server refused (a status below
+    500) or that the harness cancelled do not count.
     """
     last_success = max((call.time.start for call in calls if call.error is None), default=0.0)
     failed = [call for call in calls if call.error is not None
@@ -208,8 +211,8 @@ def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
     return [error_json(call.error) for call in failed if call.time.end > last_success]
 
 
-def answers(nodes: list[Any]) -> list[tuple[int, int]]:
-    """Return the (begin, end) of the sampled ids in a branch, message by message: they end their message."""
+def sampled_spans(nodes: list[Any]) -> list[tuple[int, int]]:
+    """Return (begin, end) of the sampled ids of each message in a branch. They are the last ids of the message."""
     spans, end = [], 0
     for node in nodes:
         end += len(node.token_ids)
@@ -223,8 +226,8 @@ def error_json(error: Any) -> dict[str, Any]:
     return {"type": error.type, "message": error.message}
 
 
-def words(error: Exception) -> str:
-    """Return an error's message, without the input values of pydantic's errors, which may be secrets."""
+def error_text(error: Exception) -> str:
+    """Return an error's message. Input values in pydantic's errors are left out, since they may be secrets."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -238,12 +241,12 @@ def words(error: Exception) -> str:
 
 # --- the socket -------------------------------------------------------------------------------------------------------
 def as_json(message: dict[str, Any]) -> bytes:
-    """Return strict JSON, with a question mark for a lone surrogate."""
+    """Return a message as strict JSON. A lone surrogate becomes a question mark."""
     return json.dumps(message, ensure_ascii=False, allow_nan=False).encode(errors="replace")
 
 
 def as_frame(message: dict[str, Any]) -> bytes:
-    """Return a message as it is sent: its length in 4 bytes, and its JSON."""
+    """Return a message as it is sent: length in 4 bytes, then JSON."""
     data = as_json(message)
     return struct.pack(">I", len(data)) + data
 
@@ -262,9 +265,9 @@ async def serve(end: socket.socket) -> None:
         try:
             from verifiers.v1.utils import loaders
 
-            env = loaders.load_environment(resolved(await read_message(reader)))
+            env = loaders.load_environment(resolve_config(await read_message(reader)))
         except Exception as e:
-            writer.write(as_frame({"id": 0, "error": {"type": type(e).__name__, "message": words(e)}}))
+            writer.write(as_frame({"id": 0, "error": {"type": type(e).__name__, "message": error_text(e)}}))
             await writer.drain()
             return
         async with env.serving():
@@ -273,14 +276,17 @@ async def serve(end: socket.socket) -> None:
             writer.write(as_frame({"id": 0, "result": {"pid": os.getpid()}}))
             try:
                 while True:
-                    server.take(await read_message(reader))
+                    server.handle(await read_message(reader))
             finally:
                 await server.leave()
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
 def watch(player_pid: int, end: socket.socket) -> None:
-    """Wait until the playing process ends or its client is gone; then kill every process that it started."""
+    """Wait until the playing process has ended, then kill every process that it started.
+
+    If the client is gone, the playing process gets SIGTERM, and SIGKILL after `LEAVING_SECONDS`.
+    """
     polling = select.poll()
     deadline = float("inf")
     polling.register(end, 0)  # reports only that it was closed
@@ -305,7 +311,7 @@ def watch(player_pid: int, end: socket.socket) -> None:
 
 
 def reap_children() -> list[int]:
-    """Return the children that have ended since the last call, adopted orphans included; none stays a zombie."""
+    """Reap the children that have ended since the last call, adopted orphans included, and return their pids."""
     pids: list[int] = []
     with contextlib.suppress(ChildProcessError):
         while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
@@ -325,17 +331,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main() -> None:
-    """Do what the command line says; `serve` forks the process that plays, and watches it."""
+    """Run the command line's command; `serve` forks a process that plays, and watches it."""
     if sys.argv[1] in ("load", "tasks"):
         from pydantic import ValidationError
 
         try:
             if sys.argv[1] == "load":
-                resolved({"taskset": {"id": sys.argv[2]}})
+                resolve_config({"taskset": {"id": sys.argv[2]}})
             else:
                 write_tasks(*sys.argv[2:])
         except ValidationError as e:
-            raise SystemExit(f"{type(e).__name__}: {words(e)}") from None
+            raise SystemExit(f"{type(e).__name__}: {error_text(e)}") from None
         return
     end = socket.socket(fileno=int(sys.argv[2]))
     os.setsid()  # a signal to the runner's process group must not end this one before it has cleaned up

@@ -1,7 +1,7 @@
 """Tasks of a verifiers environment as a taskset file (`path: verifiers:NAME`).
 
 The file is written once, in the environment's install folder, and never changes, since cursors count its rows. Another
-install writes its own file; `tasks_revision` tells them apart.
+install writes its own file; `tasks_revision` distinguishes the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trinity_es.environments.installs import PROGRAM, Installed, find
 from trinity_es.events.errors import DataError, TasksetError
 
 __all__ = [
-    "PREFIX", "environment_config", "environment_named", "made_tasks", "tasks_file", "tasks_revision",
+    "PREFIX", "ensure_tasks_file", "environment_config", "environment_name", "tasks_file", "tasks_revision",
 ]
 
 PREFIX = "verifiers:"
@@ -34,8 +34,8 @@ LAST_WORDS = 2000
 """Maximum number of characters shown of a failed program's output."""
 
 
-def environment_named(args: Mapping[str, Any]) -> str:
-    """Return `env` of a workflow's arguments. Raises DataError without one."""
+def environment_name(args: Mapping[str, Any]) -> str:
+    """Return the environment's name, `env` of the `workflow_args`. Raises DataError if it is missing."""
     name = args.get("env")
     if not isinstance(name, str) or not name:
         raise DataError("workflow_args.env is missing: name the environment (`trinity-es env list` lists the installed "
@@ -44,24 +44,24 @@ def environment_named(args: Mapping[str, Any]) -> str:
 
 
 def environment_config(installed: Installed, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return verifiers' config of an environment, from a workflow's arguments."""
+    """Return verifiers' config of an environment, made of the `workflow_args`."""
     config = dict(args.get("config") or {})
     return {**config, "taskset": {"id": installed.taskset, **(config.get("taskset") or {})}}
 
 
 def tasks_file(args: Mapping[str, Any]) -> Path:
-    """Return the file of an environment's tasks, which may not exist yet. Raises ConfigError, DataError."""
-    installed = find(environment_named(args))
+    """Return the path of an environment's tasks file, which may not exist yet. Raises ConfigError, DataError."""
+    installed = find(environment_name(args))
     key = orjson.dumps([environment_config(installed, args), args.get("tasks") or 0], option=orjson.OPT_SORT_KEYS)
     return installed.folder / "tasks" / f"{hashlib.sha256(key).hexdigest()[:16]}.jsonl"
 
 
-def made_tasks(args: Mapping[str, Any]) -> Path:
-    """Return the file that `tasks_file` names, written if necessary. Raises TasksetError with the program's output."""
+def ensure_tasks_file(args: Mapping[str, Any]) -> Path:
+    """Write an environment's tasks into `tasks_file(args)` unless it exists; return its path. Raises TasksetError."""
     file = tasks_file(args)
     if file.is_file():
         return file
-    installed = find(environment_named(args))
+    installed = find(environment_name(args))
     file.parent.mkdir(exist_ok=True)
     temporary_file = file.with_suffix(f".{uuid4().hex[:12]}")
     try:
@@ -74,14 +74,14 @@ def made_tasks(args: Mapping[str, Any]) -> Path:
 
 
 def tasks_revision(args: Mapping[str, Any], file: Path) -> str:
-    """Return the version of the environment and the hash of its tasks' file."""
+    """Return the version of the environment and the SHA-256 of its tasks file."""
     with file.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
-    return f"{find(environment_named(args)).version} sha256:{digest}"
+    return f"{find(environment_name(args)).version} sha256:{digest}"
 
 
 def _write_tasks(installed: Installed, args: Mapping[str, Any], file: Path) -> None:
-    """Have the environment's own Python write its tasks. Raises TasksetError with the end of its output."""
+    """Run the environment's own Python to write its tasks. Raises TasksetError with the end of the output."""
     command = [str(installed.python), "-I", str(PROGRAM), "tasks", str(file), str(args.get("tasks") or 0)]
     config = orjson.dumps(environment_config(installed, args))  # may hold secrets: not for a command line
     with tempfile.TemporaryFile() as stderr:

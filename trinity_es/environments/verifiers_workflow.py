@@ -2,7 +2,7 @@
 
 The environment's own process plays the episode. verifiers' token-id client calls the model at this run's endpoint, so
 training uses exactly the ids that the engine sampled; the workflow checks each id. Each trainable branch of a trace
-becomes an experience with the trace's reward. Failures keep verifiers' kind and never become a reward.
+becomes an experience with the trace's reward. A failure keeps verifiers' kind, and never becomes a reward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from trinity_es.environments.environment_process import server_of
 from trinity_es.environments.installs import PROGRAM, find
-from trinity_es.environments.verifiers_tasks import environment_config, environment_named
+from trinity_es.environments.verifiers_tasks import environment_config, environment_name
 from trinity_es.events.errors import EnvironmentFailed, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind
@@ -28,20 +28,20 @@ _PRECEDENCE: tuple[FailureKind, ...] = ("infra", "timeout", "workflow")
 
 
 class VerifiersWorkflow(Workflow):
-    """An episode of the verifiers environment `workflow_args.env`, whose task is the row of this task.
+    """Episode of the verifiers environment `workflow_args.env`. Its task is the row of this task.
 
     A taskset with `path: verifiers:NAME` sets the workflow and its `env`. `workflow_args`: `env`, the name of an
     installed environment; `config`, which verifiers calls `env` (`{agent: {max_turns: 4}, taskset: {...}}`); `renderer`
-    and `tokenizer`, to replace those of the model, as `renderer` and `renderer_model_name` of verifiers' TrainClient.
+    and `tokenizer`, which replace the model's (`renderer` and `renderer_model_name` of verifiers' TrainClient).
     """
 
     is_async = True
     ARGS = frozenset({"env", "config", "renderer", "tokenizer", "tasks"})
 
     async def run_async(self) -> list[Experience]:
-        """Play the episode. Raises EnvironmentFailed, or the error that this run's endpoint answered with."""
+        """Play the episode. Raises EnvironmentFailed, or the error with which this run's endpoint answered a call."""
         args = self.task.workflow_args
-        installed = await asyncio.to_thread(find, environment_named(args))
+        installed = await asyncio.to_thread(find, environment_name(args))
         server = await server_of(installed, PROGRAM, environment_config(installed, args))
         endpoint = self.model.openai_endpoint()
         episode = await server.ask({"run": {
@@ -55,7 +55,7 @@ class VerifiersWorkflow(Workflow):
         return self._experiences(episode["traces"], f"{installed.name} {installed.version}".rstrip())
 
     def _experiences(self, traces: list[dict[str, Any]], environment: str) -> list[Experience]:
-        """Return an experience per branch of each agent that is trained. Raises WorkflowError if none has a reward."""
+        """Return an experience for each branch of each trained agent. Raises WorkflowError if no agent has a reward."""
         trained_traces = [trace for trace in traces if trace["trainable"] and trace["ok"]]
         experiences: list[Experience] = []
         for trace in trained_traces:
@@ -75,10 +75,10 @@ class VerifiersWorkflow(Workflow):
 
 
 def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
-    """Return why an episode ended without a result; None if it has one.
+    """Return the failure of an episode that has no result; None if the episode has a result.
 
-    Of several failures, returns the one least related to the task: a dead sandbox before the code that needed it. A
-    failed model call without a later success is a failure even if the agent took it for the end.
+    Of several failures, returns the one least related to the task: a dead sandbox before an error of the code in it. A
+    failed model call without a later success is a failure, even if the agent took it for the end of the episode.
     """
     parts = [episode, *(trace for trace in episode["traces"] if not episode["complete"] or trace["is_timeout"])]
     errors = [error for part in parts for error in part["errors"]]
@@ -104,7 +104,7 @@ def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tokenizer_path(tokenizer: Any) -> str:
-    """Return the folder or name from which transformers loads this tokenizer; write a folder if there is none."""
+    """Return the folder or name from which transformers loads this tokenizer. If it has none, write a folder."""
     name = getattr(tokenizer, "name_or_path", "")
     if name:
         return str(name)

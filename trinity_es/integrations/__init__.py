@@ -1,1 +1,1 @@
-"""Third-party trainers on our engines. Import only the module of your trainer: it needs that trainer's package."""
+"""Adapters for third-party trainers. Import only the module of your trainer, since it needs that trainer's package."""

@@ -1,7 +1,7 @@
 """Workflows of one prompt and one answer, which tokenize prompts exactly as TRL and verl do.
 
-Messages are rendered by the chat template, with the trainer's `chat_template_kwargs`. A plain text is completed as it
-is, not wrapped into a chat message.
+Messages are rendered by the chat template, with the trainer's `chat_template_kwargs`. Plain text is completed as it
+is, and not wrapped into a chat message.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trinity_es.workflows.workflow import SingleTurnWorkflow
 __all__ = ["ANSWERS", "PROMPTS", "AnswerWorkflow", "PromptWorkflow", "require_no_format"]
 
 PROMPTS, ANSWERS = (f"{__name__}:{name}" for name in ("PromptWorkflow", "AnswerWorkflow"))
-"""Names of these workflows in a task; the second gives no rewards."""
+"""Names of the two workflows in a task; `AnswerWorkflow` gives no rewards."""
 
 
 def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for format_args that would change prompts, which these workflows send unchanged."""
+    """Raise ConfigError if `workflow` is one of this module, which sends prompts unchanged, and would ignore a key."""
     refused_keys = sorted({"system_prompt", "reply_prefix"} & set(format_args))
     if workflow in (PROMPTS, ANSWERS) and refused_keys:
         raise ConfigError(
@@ -30,7 +30,7 @@ def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:
 
 
 class PromptWorkflow(SingleTurnWorkflow):
-    """One prompt, one answer, one reward. The engine gets all runs of the task as one request.
+    """Workflow of one prompt, one answer and one reward. The engine gets all runs of the task as one request.
 
     `workflow_args["chat_template_kwargs"]`: further variables of the chat template.
     """
@@ -38,7 +38,7 @@ class PromptWorkflow(SingleTurnWorkflow):
     ARGS = frozenset({"chat_template_kwargs"})
 
     async def _answers(self) -> list[Experience]:
-        """Ask for all runs at once: complete a text as it is, render messages by the chat template."""
+        """Ask for all runs at once. Text is completed as it is; messages are rendered by the chat template."""
         prompt, template = self.task.task_desc, self.task.workflow_args.get("chat_template_kwargs")
         answers: list[Experience]
         if isinstance(prompt, str):

@@ -1,7 +1,7 @@
-"""Batches of a trainer that requests them by its step, and requests them again when it resumes.
+"""Batches for trainers that request them by step, and request them again when they resume.
 
-A batch that is in the log is returned unchanged, once it is complete; any other batch is submitted. So nothing is
-generated twice, even after a crash. Runs that failed for good are missing from the result.
+A batch that is in the log is awaited and returned unchanged; any other batch is submitted. So no batch is generated
+twice, even after a crash. Runs that failed for good are missing from the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL_TASKS = 2**31 - 1
 POLL_SECONDS = 4.0
 """Duration of one poll of an eval batch."""
 TELL_SECONDS = 120.0
-"""Interval of log lines about what a batch waits for."""
+"""Interval between log lines that say what an open batch waits for."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> BatchState | None:
     """Return the batch of this id in the log, open or ended; None if it has to be submitted.
 
-    A batch that was aborted, or in which no run succeeded, has to be submitted again. Raises DataError if the log's
-    batch has other prompts.
+    A batch that was aborted, or in which no run succeeded, has to be submitted again. Raises DataError if the batch in
+    the log has other prompts.
     """
     state = client.log.current(batch_id)
     if state is None or state.state is BatchLifecycleState.ABORTED or state.failed_whole:
@@ -56,7 +56,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
 
 
 def has_result(client: RolloutClient, batch_id: str) -> bool:
-    """Return True if the batch is finalized in the log, with a run that succeeded."""
+    """Return whether the batch is finalized in the log and at least one run succeeded."""
     state = client.log.current(batch_id)
     return state is not None and state.state is BatchLifecycleState.FINALIZED and not state.failed_whole
 
@@ -100,7 +100,7 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
 
 
 def failures(state: BatchState) -> str:
-    """Return the message of the first task with failed runs, and the number of such tasks; empty if there is none."""
+    """Return a text with the first failed task's message and the number of failed tasks; "" if no task failed."""
     messages = [f"Task {n}: {status.message}" for n, status in sorted(state.statuses.items()) if status.message]
     if not messages:
         return ""
@@ -109,7 +109,7 @@ def failures(state: BatchState) -> str:
 
 
 def _finalize(client: RolloutClient, batch_id: str) -> None:
-    """Finalize a train batch, however long that takes; log what it waits for every `TELL_SECONDS`."""
+    """Finalize a train batch, without a time limit. Log every `TELL_SECONDS` what the batch waits for."""
     while True:
         try:
             client.finalize_train_batch(batch_id, timeout=TELL_SECONDS)
@@ -130,10 +130,10 @@ def _collect(client: RolloutClient, batch_id: str) -> None:
 
 
 class PromptRows:
-    """Rows of data sets (`datasets.Dataset`, by name), looked up by their prompts, since a trainer passes only those.
+    """Rows of data sets (`datasets.Dataset`, by name), looked up by prompt, since a trainer passes on only the prompt.
 
-    `columns`: the columns that a task gets beside its prompt; None: all. Raises DataError for a missing column, for two
-    rows with one prompt that differ in these columns, and for a stream, unless only its prompts are used.
+    `columns`: columns that a task gets beside its prompt; None: all. Raises DataError for a missing column, for rows
+    with the same prompt that differ in these columns, and for a stream, unless only its prompts are used.
     """
 
     def __init__(self, datasets: Mapping[str, Any], columns: Sequence[str] | None) -> None:
@@ -155,14 +155,14 @@ class PromptRows:
                     )
 
     def _row(self, name: str, index: int) -> dict[str, Any]:
-        """Return the columns of a row that a task gets beside its prompt."""
+        """Return the values of a row that a task gets beside its prompt."""
         if not self._columns[name]:
             return {}
         row = self._datasets[name][index]
         return {column: row[column] for column in self._columns[name]}
 
     def task_row(self, prompt: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the `raw_task` of a task with this prompt, and its origin (`Task.index`).
+        """Return the `raw_task` for this prompt, and the row's data set and index (`Task.index`).
 
         Raises DataError if tasks need columns and no data set has this prompt.
         """
@@ -195,7 +195,7 @@ def _task_columns(name: str, data: Any, columns: Sequence[str] | None) -> list[s
 
 
 def _is_stream(data: Any) -> bool:
-    """Return whether rows of this data can't be read by their index; torch's streams have __getitem__, but no len."""
+    """Return whether this data has no rows by index. (torch's streams have __getitem__, but no len.)"""
     return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
@@ -208,5 +208,5 @@ def prompt_key(prompt: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return a prompt as it is read back from JSON, with lists for tuples."""
+    """Return a prompt as JSON would give it back: tuples become lists."""
     return orjson.loads(prompt_key(value))

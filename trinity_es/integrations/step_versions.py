@@ -1,4 +1,4 @@
-"""Weights of a trainer that counts its steps: the version under which engines serve the weights of a step."""
+"""Weights versions for trainers that count steps, and publishing of a step's tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ STEPS = 10**6
 def step_version(step: int, current: int) -> int:
     """Return the version under which the weights of a step are served.
 
-    That is the step itself. Versions never decrease, so if `current` is higher it is the smallest number from `current`
-    on that ends with the step's six digits.
+    It is the step itself. Versions never decrease, so if the version `current` is higher, it is the smallest number
+    from `current` on that ends with the step's six digits.
     """
     return current + (step - current) % STEPS
 
 
 def step_of(version: int) -> int:
-    """Return the step of a version that `step_version` made."""
+    """Return the step of a version that `step_version` returned."""
     return version % STEPS
 
 
 def missing_version(client: RolloutClient, step: int) -> int | None:
-    """Return the version to publish a step's weights as; None if engines have them already."""
+    """Return the version under which to publish a step's weights; None if the engines have them already."""
     weights = current_weights(client.log)
     version = step_version(step, weights.version)
     exists = not weights.path or Path(weights.path).is_dir()  # without a path: the model of the config
@@ -39,7 +39,7 @@ def missing_version(client: RolloutClient, step: int) -> int | None:
 
 
 def publish_tensors(client: RolloutClient, version: int, state: Mapping[str, Any]) -> None:
-    """Publish these tensors to the engines. Tensors of the current version replace its lost files in shared memory."""
+    """Publish these tensors to the engines. If `version` is the current one, write its lost files again."""
     weights = current_weights(client.log)
     if version == weights.version:
         write_memory(client.config, version, state, Path(weights.path))

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from trinity_es.events.experience import Experience
 
-__all__ = ["SQLBuffer", "serialized"]
+__all__ = ["SQLBuffer", "serialize"]
 
 _MAGIC, _VERSION = b"TRXP", 1
 _ARRAYS = (
@@ -33,9 +33,9 @@ _PLAIN = (
 
 
 class SQLBuffer:
-    """Writer of the buffer. `url`: SQLite or PostgreSQL; `name`: that of `experience_buffer` in Trinity-RFT's config.
+    """Writer of the buffer. `url`: SQLite or PostgreSQL; `name`: name of `experience_buffer` in Trinity-RFT's config.
 
-    Each batch is one transaction and is written once: `<name>_written` has the keys of the written batches.
+    Each batch is written in one transaction, and only once, since `<name>_written` has the keys of written batches.
     """
 
     def __init__(self, url: str, name: str = "experience_buffer") -> None:
@@ -54,7 +54,7 @@ class SQLBuffer:
         self._has_tables = False
 
     def write(self, key: str, experiences: Iterable[Experience]) -> None:
-        """Add a batch unless its key is written already."""
+        """Write the batch `key`, unless it is written already."""
         if not self._has_tables:
             self._tables.create_all(self._engine)
             self._has_tables = True
@@ -68,11 +68,11 @@ class SQLBuffer:
                     task_id=str(eid.task), run_id=eid.run, msg_id=str(eid.suffix), reward=experience.reward,
                     model_version=(experience.info or {}).get("model_version"), consumed=0))
                 [row_id] = result.inserted_primary_key or (None,)
-                connection.execute(self._blobs.insert().values(id=row_id, experience_bytes=serialized(experience)))
+                connection.execute(self._blobs.insert().values(id=row_id, experience_bytes=serialize(experience)))
 
 
-def serialized(experience: Experience) -> bytes:
-    """Return the bytes that Trinity-RFT's `Experience.serialize` would make: a pickled header, then the arrays."""
+def serialize(experience: Experience) -> bytes:
+    """Return the same bytes as Trinity-RFT's `Experience.serialize`: a pickled header, then the arrays."""
     present_arrays = {name: value for name in _ARRAYS if (value := getattr(experience, name, None)) is not None}
     arrays = {f"0:{name}": np.ascontiguousarray(value) for name, value in present_arrays.items()}
     fields: dict[str, Any] = {name: getattr(experience, name, None) for name in _PLAIN}

@@ -4,12 +4,12 @@
     trainer = GRPOTrainer(..., rollout_func=rollouts, callbacks=[rollouts], reward_funcs=rollout_reward)
     resume(trainer)
 
-TRL requests completions of a step's prompts. Each group of equal prompts becomes a task, and all of them one batch,
-whose id contains the step, the mode and the number of the call within the step. So a trainer that resumes from its
-checkpoint requests the same batches again and gets them from the log. Before a new batch is submitted, the engines get
-the weights of its step. A run that failed after all its attempts becomes a row without training signal, which counts in
-no group's mean, so no failure of the machinery becomes a reward. With several trainer processes the first makes the
-request and distributes the rows.
+TRL requests completions of a step's prompts. Each group of equal prompts becomes a task, and all tasks one batch, whose
+id contains the step, the mode and the number of the call within the step. So a trainer that resumes from its checkpoint
+requests the same batches again and gets them from the log. Before a new batch is submitted, the engines get the weights
+of its step. A run that failed after all its attempts becomes a row without training signal, which is left out of its
+group's mean, so no technical failure becomes a reward. With several trainer processes the first makes the request and
+distributes the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging as logs
 
-from trinity_es.client.progress_lines import tell
+from trinity_es.client.progress_lines import report_progress
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError, SyncError, UnknownWorkflow
@@ -55,14 +55,14 @@ T = TypeVar("T")
 
 
 def rollout_reward(reward: Sequence[float | None], **columns: Any) -> list[float | None]:
-    """Return the rewards from the workflow, None for failed runs: a reward function for GRPOTrainer."""
+    """Return the rewards that the workflow gave, None for failed runs. For GRPOTrainer's `reward_funcs`."""
     return list(reward)
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """Return the newest complete checkpoint of a trainer; None if there is none.
 
-    `resume_from_checkpoint=True` takes the newest one even if a killed trainer left it half written.
+    TRL's `resume_from_checkpoint=True` would also take a checkpoint that a killed trainer left half written.
     """
     checkpoints = {}
     for folder in Path(output_dir).glob("checkpoint-*"):
@@ -77,9 +77,9 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 
 
 def resume(trainer: Any) -> None:
-    """Train to the end: from the newest complete checkpoint in its output folder, or from the start without one.
+    """Train to the end, from the newest complete checkpoint in the trainer's output folder or from the start.
 
-    A trainer that was killed after its last step is only restored: `train` would take one step more.
+    A trainer that was killed after its last step is only restored, since `train` would make one step more.
     """
     checkpoint = last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None:
@@ -87,8 +87,8 @@ def resume(trainer: Any) -> None:
         if state.global_step >= _last_step(trainer):
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
-            tell(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its last; "
-                       "raise max_steps or num_train_epochs to go on from it")
+            report_progress(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its "
+                                  "last; raise max_steps or num_train_epochs to go on from it")
             return
     trainer.train(resume_from_checkpoint=checkpoint)
 
@@ -105,8 +105,9 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     - `workflow`: registered name, or "module:Class", as in a taskset. By default one answer to the prompt, rewarded by
       `reward_fn`; without `reward_fn` TRL's own reward functions run. The default tokenizes prompts as TRL does:
-      messages by the chat template with `chat_template_kwargs`, a text as it is
-    - `reward_fn`: "module:name", of TRL's form or ours, run by the workflow; give GRPOTrainer `rollout_reward` then
+      messages by the chat template with `chat_template_kwargs`, text as it is
+    - `reward_fn`: "module:name", in TRL's form or that of trinity_es, called by the workflow; GRPOTrainer then needs
+      `rollout_reward`
     - `columns`: columns of the data set that tasks get beside the prompt; None: all
     - `reward_fn_args, workflow_args, format_args, rollout_args`: as in `Task`. `rollout_args` override the trainer's
       sampling
@@ -160,11 +161,11 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._trainer: Any = None
         self._sampling: dict[str, Any] = {}
         self._has_warned = False
-        """True if a warning about runs with several experiences was logged."""
+        """True after the warning about runs with several experiences was logged."""
 
     # --- the rollout function ---------------------------------------------------------------------------------------
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return this process's rows, in the order of its prompts. GRPOTrainer calls it."""
+        """Play the prompts of all processes, and return this process's rows in order. GRPOTrainer calls this."""
         self.check(trainer)
         mode: Mode = "train" if trainer.model.training else "eval"
         all_prompts = gather_object(prompts)
@@ -213,7 +214,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             self._client = None
 
     def check(self, trainer: Any) -> None:
-        """Check that the rollouts suit the trainer and its data. The first step does it, too; call it to fail earlier.
+        """Check that these rollouts fit the trainer and its data. The first step checks it too; this fails earlier.
 
         Raises ConfigError, DataError; AlreadyRunning if another process trains on this store.
         """
@@ -243,7 +244,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._trainer = trainer
 
     def _require_columns(self, trainer: Any) -> None:
-        """Raise ConfigError if a reward function needs a column that its rows won't have."""
+        """Raise ConfigError if a reward function needs a column that the data does not have."""
         columns = getattr(trainer.train_dataset, "column_names", None)
         if columns is None:  # a stream may not know
             return
@@ -254,7 +255,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             require_columns(reward, columns, given=arguments, tasks_get=self._columns)
 
     def _on_main(self, work: Callable[[], T]) -> T:
-        """Run `work` in the first process; return its result, or raise its error, in all of them."""
+        """Call `work` in the first process only. All processes return its result, or raise its error."""
         result_and_error: list[Any] = [None, None]
         if self._trainer.accelerator.is_main_process:
             try:
@@ -271,7 +272,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return result  # type: ignore[no-any-return]  # it went through a broadcast
 
     def _tasks(self, prompts: list[Any], mode: Mode, trainer: Any) -> list[Task]:
-        """Return a task for each group of prompts. Raises DataError if a group's prompts differ."""
+        """Return a task for each group of equal prompts. Raises DataError if the prompts of a group differ."""
         group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         different = next((i for i in range(len(prompts)) if prompts[i] != prompts[i - i % group]), None)
         if different is not None or len(prompts) % group:
@@ -292,7 +293,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return tasks
 
     def _rows_of(self, mode: Mode, trainer: Any) -> PromptRows:
-        """Return the rows of the trainer's current data; each eval may use another data set."""
+        """Return the rows of the trainer's current data set, which may differ in each eval."""
         data = trainer.train_dataset if mode == "train" else trainer.eval_dataset
         datasets = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
         datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
@@ -306,7 +307,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return prompt_rows
 
     def _play(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
-        """Play a batch, unless the log has it, and return TRL's rows, column by column."""
+        """Play a batch, unless the log has it, and return TRL's rows as {column: values}."""
         experiences = play_batch(self.client, batch_id, tasks, mode)
         runs = set(zip(experiences.tasks, experiences.runs.tolist(), strict=True))
         if not self._has_warned and len(runs) < len(experiences):
@@ -317,9 +318,9 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def _publish_if_missing(self, find_version: Callable[[], int | None]) -> None:
-        """Publish the trainer's weights as the version that `find_version` returns in the first process, unless None.
+        """Publish the trainer's weights as the version that `find_version` returns; do nothing if it returns None.
 
-        All processes call it, since the weights may be sharded.
+        `find_version` is called in the first process. All processes call this method, since weights may be sharded.
         """
         version = self._on_main(find_version)
         if version is not None:
@@ -327,14 +328,14 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             self._on_main(lambda: self._publish(version, state))
 
     def _publish(self, version: int, state: Mapping[str, Any]) -> None:
-        """Have the engines load these weights: from a folder, or from memory, as `synchronizer.sync_method` says."""
+        """Publish these weights to the engines, from a folder or from memory, as `synchronizer.sync_method` says."""
         if self.config.synchronizer.sync_method == "checkpoint":
             self.client.sync_weights(version, self._write_weights(version, state))
         else:
             publish_tensors(self.client, version, state)
 
     def _write_weights(self, version: int, state: Mapping[str, Any]) -> Path:
-        """Write a folder that engines load; keep only the newest `trainer.keep_checkpoints` folders."""
+        """Write the weights into a folder and return it. Only the newest `trainer.keep_checkpoints` folders stay."""
         folder = Path(self.config.run_dir) / f"{self.name}-weights"
         target = folder / f"version_{version}"
         partial_folder = folder / f".version_{version}-{uuid4().hex[:8]}"
@@ -358,7 +359,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Connect as a trainer that is at `state.global_step`, and set the sampler to the epoch of that step."""
+        """Connect as a trainer at `state.global_step`, and advance the sampler to the epoch of that step."""
         per_generation = args.steps_per_generation * args.num_iterations
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)
@@ -380,7 +381,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             self._report_start(step, per_generation, per_step)
 
     def _report_start(self, step: int, per_generation: int, per_step: int) -> None:
-        """Log where the trainer begins, and up to which step the log already has its batches."""
+        """Log the step at which the trainer begins, and the step up to which the event log has its batches."""
         calls: Counter[int] = Counter()
         last_step = step
         while has_result(self.client, self._batch_id(last_step, "train", calls[last_step])):
@@ -388,10 +389,10 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             last_step = step + calls.total() * per_generation // per_step
         start = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
         logged_steps = f": up to step {last_step} it trains on what the log has" if last_step > step else ""
-        tell(_log, f"trainer {self.name} {start}{logged_steps}")
+        report_progress(_log, f"trainer {self.name} {start}{logged_steps}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Acknowledge the batches of a generation at its end."""
+        """At the end of a generation (`steps_per_generation * num_iterations` steps), acknowledge its batches."""
         if self._trainer is None or self._trainer._step % (args.steps_per_generation * args.num_iterations):
             return
         batches, self._unacknowledged = self._unacknowledged, []
@@ -418,7 +419,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _require_whole_generations(args: Any, per_generation: int, per_step: int) -> None:
-    """Raise ConfigError if checkpoints would fall within a generation: TRL can't resume from those."""
+    """Raise ConfigError if `save_steps` puts checkpoints within a generation, from which TRL can't resume."""
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps" or args.save_steps < 1:
         return
     if args.save_steps * per_step % per_generation:
@@ -430,7 +431,7 @@ def _require_whole_generations(args: Any, per_generation: int, per_step: int) ->
 
 
 def _reach_epoch(sampler: Any, epoch: int) -> None:
-    """Advance a new sampler of TRL to the order of this epoch: it draws an order for each epoch, from the first on.
+    """Advance a new sampler of TRL to this epoch, by drawing the orders of the epochs before.
 
     A sampler that was used already, or of another kind, stays unchanged.
     """

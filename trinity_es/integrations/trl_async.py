@@ -3,10 +3,10 @@
     rollouts = AsyncRollouts("config.yaml", dataset, reward_fn="rewards:letters")
     trainer = AsyncGRPOTrainer(..., rollout_worker=rollouts, weight_transfer=rollouts, callbacks=[rollouts])
 
-Batches of prompts are submitted in the order of the data, some ahead of the trainer. Each of their experiences becomes
-a sample, with its advantage from the pipeline. A batch is acknowledged once its samples were surely trained on. A
-trainer that resumes from a checkpoint gets all batches again that were acknowledged after it or never. So no sample is
-lost, and the samples in the trainer's own queues are trained on again.
+Batches of prompts are submitted in the order of the data, some ahead of the trainer. Each experience becomes a sample,
+with its advantage from the pipeline. A batch is acknowledged once its samples were certainly trained on. A trainer that
+resumes from a checkpoint gets again every batch that was acknowledged later than the checkpoint or not at all. So no
+sample is lost; samples that were in the trainer's own queues may be trained on twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trinity_es.system.run_lock import hold
 __all__ = ["AsyncRollouts"]
 
 STEPS_BEHIND = 2
-"""Number of steps after which samples taken by the trainer were surely trained on: it prefetches some."""
+"""Number of steps after which samples that the trainer took were certainly trained on, since it prefetches some."""
 STOP_SECONDS = 10.0
 """Time limit for the worker's thread to end."""
 
@@ -57,7 +57,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
       trainer ends
     - `name`: name of this trainer in the ids of its batches
     - `task`: further fields of `Task` (workflow, reward_fn, rollout_args, ...). Sampling and `chat_template_kwargs` are
-      the trainer's, overridden by `rollout_args`; a prompt that is a text is sent unchanged
+      the trainer's, overridden by `rollout_args`; a text prompt is sent unchanged
 
     Raises ConfigError if `synchronizer.sync_method` is checkpoint: TRL sends weights as tensors.
     """
@@ -78,9 +78,9 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
         self._samples_left: dict[int, int] = {}
-        """Number of samples left for the trainer to take, by batch."""
+        """{batch number: number of samples that the trainer has not taken yet}."""
         self._taken_batches: deque[list[str]] = deque([[]])
-        """Ids of the batches that were taken completely in each of the last steps; the current step is last."""
+        """For each of the last steps the ids of batches whose last sample was taken; the current step is last."""
         self._done_count = 0
         """Number of batches taken completely since the start."""
         self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
@@ -88,7 +88,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._error: BaseException | None = None
         self._is_stopping = False
         self._last_progress = 0.0
-        """Reading of the monotonic clock when the last sample was delivered or taken."""
+        """Monotonic time at which a sample was last delivered or taken."""
         self._resumed_at: int | None = None
         """Step at which the trainer began; None before `on_train_begin`."""
         self._step, self._sync_steps = 0, 1
@@ -96,10 +96,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     @property
     def client(self) -> RolloutClient:
-        """Client of the system; connects on first use.
-
-        Raises NotRunning; AlreadyRunning if another process trains on this store.
-        """
+        """Client, connected on first use. Raises NotRunning; AlreadyRunning if another process trains on the store."""
         if self._client is None:
             hold(self.config, "trainer")
             self._client = connect(self.config, resumed_at=self._resumed_at)
@@ -107,7 +104,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the rollout worker -----------------------------------------------------------------------------------------
     def start(self) -> None:
-        """Begin with the first batch not trained on by the trainer's checkpoint. Raises ConfigError, NotRunning."""
+        """Start the worker's thread at the first batch after the checkpoint. Raises ConfigError, NotRunning."""
         if self._resumed_at is None:
             raise ConfigError("AsyncRollouts does not know the trainer's step: pass the AsyncRollouts to the trainer "
                               "in `callbacks`, too")
@@ -134,10 +131,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             self._thread.join(STOP_SECONDS)
 
     def update_model_version(self, model_version: int) -> None:
-        """Do nothing: a sample's version follows from the step whose weights made it (see `_version`)."""
+        """Do nothing: a sample's version is computed from its weights (see `_version`)."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError if the worker failed, or if no sample came for `stale_after_s`, with the reason."""
+        """Raise RuntimeError, with the reason, if the worker failed or no sample came for `stale_after_s` seconds."""
         if self._error is not None:
             raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
         if self._thread is None or not self._thread.is_alive():
@@ -147,7 +144,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             raise RuntimeError(f"no rollout for {stale_after_s:g} s. {waiting}")
 
     def _work(self, first: int) -> None:
-        """Submit and deliver batches from `first` on, `ahead` of those taken, until `stop`; the thread runs this."""
+        """Submit and deliver batches from number `first` on, until `stop`. Runs in the worker's thread.
+
+        At most `ahead` batches are submitted that the trainer has not taken.
+        """
         try:
             next_submission = first
             for n in itertools.count(first):
@@ -169,7 +169,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return f"{n}/{self.name}"
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        """Return the rows in the order of this epoch."""
+        """Return the row numbers in the order of this epoch."""
         order = list(range(len(self.dataset)))
         if self.seed is not None:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
@@ -187,7 +187,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return tasks
 
     def _deliver(self, n: int) -> None:
-        """Wait for a batch, and put its samples into the buffer."""
+        """Wait for batch `n`, and put its samples into the buffer."""
         tasks = self._tasks(n)
         experiences = play_batch(self.client, self._batch_id(n), tasks, "train")
         samples = [
@@ -209,12 +209,12 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._last_progress = time.monotonic()
 
     def _version(self, experience: Experience) -> int:
-        """Return the version of a sample as TRL counts: 1 for the weights with which a process begins."""
+        """Return a sample's weights version as TRL counts: 1 is the version with which this process began."""
         step = step_of(int(experience.info.get("model_version", 0)))
         return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
     def _count_taken(self, sample: Any, batch: int | None = None) -> None:
-        """Count a sample that the trainer took; without one, the batch with this number, which had no samples."""
+        """Count a sample that the trainer took. `sample` None: count batch number `batch`, which has no samples."""
         n = sample.group_id // self.batch_size if batch is None else batch
         with self._changed:
             self._samples_left[n] -= sample is not None
@@ -227,7 +227,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the weight transfer ----------------------------------------------------------------------------------------
     def init_weight_transfer(self) -> None:
-        """Connect. Raises NotRunning."""
+        """Connect, and wait until the engines are ready. Raises NotRunning."""
         self.client.wait_ready()
 
     def pause(self) -> None:
@@ -241,7 +241,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             publish_tensors(self.client, version, state)
 
     def resume(self) -> None:
-        """Do nothing, as `pause`."""
+        """Do nothing: engines go on by themselves after they have loaded."""
 
     def destroy(self) -> None:
         """Disconnect from the system, which keeps running."""
@@ -250,7 +250,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Take over the trainer's sampling and its step, and reset the state of an earlier training.
+        """Store the trainer's sampling settings and step, and reset the state of an earlier training.
 
         Raises ConfigError for settings that the engines don't have.
         """
@@ -266,7 +266,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             self.rollout_buffer.queue.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Acknowledge the batches that were surely trained on."""
+        """Acknowledge the batches that were certainly trained on."""
         self._step = int(state.global_step)
         if not state.is_world_process_zero:
             return
@@ -278,7 +278,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
 
 class _Buffer(queue.Queue[Any]):
-    """Queue that calls `count_taken` with each item that is taken out."""
+    """Queue that calls `count_taken` with each item that `get` returns."""
 
     def __init__(self, count_taken: Any) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def _trained_mask(experience: Experience) -> np.ndarray[Any, Any]:
 def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
     """Return TRL's sample of an experience.
 
-    Raises DataError if it has no logprobs, no advantages, or different ones for its tokens.
+    Raises DataError if the experience has no logprobs, no advantages, or different advantages for its tokens.
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 

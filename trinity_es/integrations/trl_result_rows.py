@@ -1,4 +1,4 @@
-"""Rows that TRL gets for a batch: one for each completion that it requested, failed runs included."""
+"""Rows that TRL gets for a batch: one for each completion that it requested, also for failed runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["COLUMNS", "none_for_failed_runs", "require_columns", "result_rows"]
 
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
            "rollout_id")
-"""Columns of a row: the first three go to the trainer, the fourth masks the loss, the rest go to reward functions."""
+"""Columns of a row. The first three go to the trainer, `env_mask` masks the loss, the others go to reward functions."""
 
 
 def require_columns(
@@ -49,9 +49,9 @@ def require_columns(
 def result_rows(
     batch_id: str, experiences: ExperienceColumns, tasks: int, group: int, eos: int
 ) -> dict[str, list[Any]]:
-    """Return COLUMNS with a row for each of the `group` runs of each of the `tasks` tasks, in order, failed included.
+    """Return {column: values} for COLUMNS, with a row for each run: `tasks` tasks in order, with `group` runs each.
 
-    `experiences` by task, run and step; a run's row is its last experience.
+    `experiences` are ordered by task, run and step. A run's row is its last experience; failed runs have a row, too.
     """
     last_rows = {place: row for row, place in enumerate(zip(experiences.tasks, experiences.runs.tolist(), strict=True))}
     rewards, infos = experiences.field("reward"), experiences.field("info")
@@ -71,7 +71,7 @@ def result_rows(
 
 
 def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
-    """Return a row without training signal: TRL ignores a row in its group's mean if all its rewards are None."""
+    """Return a row without training signal. TRL leaves it out of its group's mean, since its rewards are None."""
     return {
         "prompt_ids": prompt, "completion_ids": [eos], "logprobs": [0.0], "env_mask": [0], "reward": None,
         "rollout_failed": True, "rollout_version": None,
@@ -79,7 +79,7 @@ def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
 
 
 def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
-    """Return the tokens of an experience, with what belongs to each."""
+    """Return prompt ids, completion ids, logprobs and mask of the experience at index `row`."""
     start, end = experiences.tokens.offsets[row : row + 2]
     tokens, prompt_length = experiences.tokens.values[start:end].tolist(), experiences.prompt_lengths[row]
     prompt, ids = tokens[:prompt_length], tokens[prompt_length:]
@@ -94,7 +94,7 @@ def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
 
 
 def none_for_failed_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a reward function, so that it returns None for failed runs, whose column `rollout_failed` is true."""
+    """Wrap a reward function so that it returns None for failed runs (column `rollout_failed` is true)."""
 
     def replace_failed(rewards: Sequence[float | None], failures: Sequence[bool]) -> list[float | None]:
         return [None if has_failed else reward for reward, has_failed in zip(rewards, failures, strict=True)]

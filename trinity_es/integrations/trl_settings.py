@@ -1,4 +1,4 @@
-"""Translation of the prompt and sampling settings in TRL's configs into ours."""
+"""Translation of prompt and sampling settings from TRL's configs to `rollout_args` and `workflow_args`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["sampling_args", "template_args"]
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_completion_length": "max_tokens"}
-"""Our names of a config's fields."""
+"""{field of TRL's config: name in `rollout_args`}."""
 GENERATION = {**{name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "min_tokens", "stop", "ignore_eos", "seed",
 )}, "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
-"""Our names of the keys of its `generation_kwargs`, which are vLLM's or transformers'."""
+"""{key of `generation_kwargs` (vLLM's or transformers' name): name in `rollout_args`}."""
 
 
 def sampling_args(args: Any) -> dict[str, Any]:
-    """Return the `rollout_args` of a config. Raises ConfigError for a setting that our engines don't have."""
+    """Return the `rollout_args` for a config of TRL. Raises ConfigError for a setting that the engines don't have."""
     sampling = {name: getattr(args, field, None) for field, name in SAMPLING.items()}
     for name, value in (getattr(args, "generation_kwargs", None) or {}).items():
         if name == "do_sample" and value is True:
@@ -37,7 +37,7 @@ def sampling_args(args: Any) -> dict[str, Any]:
 
 
 def template_args(workflow: Any, args: Any) -> dict[str, Any]:
-    """Return the `workflow_args` with the config's `chat_template_kwargs`.
+    """Return `workflow_args` with the `chat_template_kwargs` of TRL's config; {} if it has none.
 
     Raises ConfigError for a workflow that renders chats itself.
     """

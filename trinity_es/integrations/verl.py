@@ -1,4 +1,4 @@
-"""Agent loop for verl 0.9.1: plays verl's prompts on our engines, and returns exact experiences.
+"""Agent loop for verl 0.9.1: plays verl's prompts on the engines of a running system, and returns exact experiences.
 
     # agent_loops.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
     - name: trinity_es
@@ -8,8 +8,8 @@
       reward_fn: rewards:letters
 
 and `actor_rollout_ref.rollout.agent.default_agent_loop: trinity_es`. verl makes a loop for each rollout, in its
-workers, and awaits `run`. Each rollout is an eval batch of one task, which no trainer of ours gets. verl does not
-control which weights the engines serve: docs/integrations/VERL.md.
+workers, and awaits `run`. Each rollout is an eval batch of one task, so no trainer of trinity_es gets it. verl does not
+control which weights the engines serve (docs/integrations/VERL.md).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _threads = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="verl-rollouts")
 class RolloutLoop:
     """Agent loop with the interface of verl's `AgentLoopBase`, for verl's `AgentLoopWorker`.
 
-    - `config`: config of the running system, whose store it joins
+    - `config`: path to the config of the running system
     - `workflow`, `reward_fn`, `workflow_args`, `reward_fn_args`, `format_args`, `rollout_args`: as in a `Task`; by
       default one answer, rewarded by `reward_fn`, or by verl without one
     - `trainer_config`: only its lengths are used; `data_config`: only its chat template's variables; `others`: verl's
@@ -111,7 +111,7 @@ class RolloutLoop:
 
 
 def output_fields(experience: Experience, prompt_length: int, response_length: int) -> dict[str, Any]:
-    """Return the fields of an `AgentLoopOutput` without its metrics; lists are cut at `response_length`.
+    """Return the fields of verl's `AgentLoopOutput` without metrics. Response lists are cut at `response_length`.
 
     Raises DataError for a prompt of more than `prompt_length` tokens, which verl would cut.
     """
@@ -131,7 +131,7 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
         "prompt_ids": tokens[: experience.prompt_length], "response_ids": ids[:response_length],
         "response_mask": [int(bit) for bit in mask[:response_length]],
         "response_logprobs": None if logprobs is None else [float(value) for value in logprobs],
-        "reward_score": experience.reward, "num_turns": _turns(experience),
+        "reward_score": experience.reward, "num_turns": _turn_count(experience),
         "extra_fields": {
             "turn_scores": [], "tool_rewards": [], "experience_id": experience.eid.uid,
             "min_global_steps": min(versions, default=None), "max_global_steps": max(versions, default=None),
@@ -139,8 +139,8 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
     }
 
 
-def _turns(experience: Experience) -> int:
-    """Return the number of messages of the conversation without the system's."""
+def _turn_count(experience: Experience) -> int:
+    """Return the number of messages in the conversation, without system messages."""
     messages = experience.messages or [{}, {}]  # one prompt and its answer
     return sum(message.get("role") != "system" for message in messages)
 
@@ -156,5 +156,5 @@ def _plain(name: str, value: Any) -> Any:
 
 @functools.cache
 def _client(config: str) -> RolloutClient:
-    """Return this process's client of a system. Raises NotRunning."""
+    """Return this process's client for the system of a config. Raises NotRunning."""
     return connect(load_config(config))

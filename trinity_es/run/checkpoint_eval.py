@@ -1,9 +1,9 @@
-"""The benchmark: evals of a run's checkpoints, in order, in their own log.
+"""The benchmark (mode `bench`): evals of a run's checkpoints, in order, in their own log.
 
-Checkpoint `global_step_12` is weights version 12, its eval on taskset gsm8k is batch "12/bench/gsm8k", with metrics
+Checkpoint `global_step_12` is weights version 12. Its eval on taskset gsm8k is batch "12/bench/gsm8k", with metrics
 under `bench/gsm8k/`. Version 0 is the model of the config. An eval that ended is not repeated, so an interrupted
-benchmark goes on, and a later one evaluates only new checkpoints. Engines never go back to older weights: a checkpoint
-older than the last one evaluated is skipped, with a message.
+benchmark goes on, and a later benchmark evaluates only new checkpoints. Engines never go back to older weights, so a
+checkpoint older than the last evaluated one is skipped, with a message.
 
 The run's log can't be used, since its weights are newer than these. The default is `bench/log.sqlite` beside it.
 """
@@ -34,7 +34,7 @@ class BenchRow:
     """Mean reward of each taskset (mean@n)."""
     metrics: dict[str, float] = field(default_factory=dict)
     problem: str | None = None
-    """Why the checkpoint was not evaluated, or not on every taskset; None if it was."""
+    """Reason why the checkpoint was not evaluated, if it was not."""
 
 
 def batch_id_of(step: int, taskset: str) -> str:
@@ -60,9 +60,9 @@ def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
 
 
 def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems: dict[int, str]) -> list[BenchRow]:
-    """Return the results in this log of these steps and of all others that were evaluated, in order of steps.
+    """Return a row for each of `steps` and for each other step that this log has evals of, in order.
 
-    `names`: the tasksets whose rewards a row has. `problems`: why a step was not evaluated.
+    `names`: tasksets whose mean rewards a row gets. `problems`: {step: reason why it was not evaluated}.
     """
     results_by_step: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
     for row in log.batches():
@@ -82,6 +82,6 @@ def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems:
 
 
 def _step_and_name(batch_id: BatchId) -> tuple[int, str] | None:
-    """Return step and taskset of a benchmark's batch, as `batch_id_of` names it; None for other batches."""
+    """Return the step and the taskset in a batch id made by `batch_id_of`; None for other ids."""
     step, _, name = str(batch_id).partition("/bench/")
     return (int(step), name) if name and step.isdecimal() else None

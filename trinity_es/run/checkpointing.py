@@ -1,9 +1,9 @@
-"""A trainer's weights: into the engines, onto the disk, and back into the trainer after a restart.
+"""Publishing, saving and restoring of a trainer's weights.
 
 With `sync_method: checkpoint` engines load the saved folder. With memory or nccl, engines get each version without a
-disk, and every `trainer.save_interval` steps a version is also saved and published as a checkpoint, which engines that
-start later load. So the newest version in the log may be ahead of the newest checkpoint. A trainer that resumes starts
-from the checkpoint and repeats the steps between them on the recorded experiences.
+disk. Every `trainer.save_interval` steps a version is also saved and published as a checkpoint, from which later
+engines start. So the newest version in the log may be ahead of the newest checkpoint. A trainer that resumes starts
+from the checkpoint and repeats the steps after it on the recorded experiences.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ class TrainerCheckpoints:
         self.saved_step = 0
         """Step of the newest checkpoint."""
         self._unrecorded_folder = ""
-        """Folder in shared memory to which lost weights were written again, until the log has it."""
+        """Shared-memory folder of weights that `catch_up` wrote again and that the log does not name yet."""
         self._unrecorded_metrics: dict[int, dict[str, float]] = {}
-        """Metrics of the repeated steps, until the log has them."""
+        """Metrics of repeated steps that are not in the log yet."""
         self.path_changed = False
-        """True if the current weights are at another path than the log says, since the run's folders were moved."""
+        """True if the run's folders were moved, so the log has an old path of the current weights."""
         self._unpublished_file = self._checkpoints.folder / "begun.json"
         """File that names the run which writes into this folder, and the step of its checkpoint that is being written;
-        0 if that is published."""
+        0 if none is."""
 
     @property
     def diskless(self) -> bool:
-        """True if engines get weights that are on no disk."""
+        """True if engines get weights through memory or NCCL, not from a checkpoint on disk."""
         return self.config.synchronizer.sync_method != "checkpoint"
 
     @property
     def steps_needed(self) -> int:
-        """Number of steps whose experiences a trainer that resumes may need."""
+        """Maximum number of steps that a resumed trainer repeats, so their experiences must be kept."""
         steps_since_save = self.config.trainer.save_interval - 1 if self.diskless else 0
         return self.config.synchronizer.sync_interval + steps_since_save
 
-    def of_this_run(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
-        """Return the point with the checkpoint's current path: the run's folders may have been moved or copied.
+    def with_current_path(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
+        """Return the resume point with the checkpoint's current path, if the run's folders were moved or copied.
 
-        `recorded_store`: the URL of the store in its log. Raises ConfigError if the checkpoint is gone.
+        `recorded_store`: URL of the store as recorded in the log. Raises ConfigError if the checkpoint is gone.
         """
         own_path = self._checkpoints.path(point.checkpoint_version)
         if point.checkpoint and own_path.is_dir() and str(own_path) != point.checkpoint:
@@ -97,11 +97,11 @@ class TrainerCheckpoints:
             )
         return point
 
-    def require_no_others(self, point: ResumePoint) -> None:
-        """Raise ConfigError if the folder is the original's of this copy, or has newer checkpoints of other runs.
+    def require_no_foreign_checkpoints(self, point: ResumePoint) -> None:
+        """Raise ConfigError if the folder is that of this copy's original, or has newer checkpoints of another run.
 
-        Only the process that writes this run's checkpoints may call it: to others a checkpoint that the trainer is just
-        publishing looks like another run's.
+        Only the process that writes this run's checkpoints may call this. In another process, a checkpoint that the
+        trainer is about to publish would look like another run's.
         """
         unpublished, newest = self._unpublished_step(), point.checkpoint_version
         foreign_steps = [step for step in self._checkpoints.steps() if step > newest and step != unpublished]
@@ -109,45 +109,45 @@ class TrainerCheckpoints:
             names = ", ".join(f"global_step_{step}" for step in foreign_steps)
             raise ConfigError(f"{self._checkpoints.folder} holds checkpoints that this run did not make ({names}): "
                               "move them away, or choose another `name`")
-        owner = self._checkpoints.folder / str(self._noted().get("store", ""))  # relative, if it is a file
+        owner = self._checkpoints.folder / str(self._read_note().get("store", ""))  # relative, if it is a file
         if newest and owner.is_file() and self._unpublished_step() is None:
             raise ConfigError(f"{self._checkpoints.folder} belongs to the run in {owner.resolve()}, of which this log "
                               "is a copy: choose another `name` or `checkpoint_root_dir`")
 
     # --- resume -----------------------------------------------------------------------------------------------------
     def remove_unpublished(self, point: ResumePoint) -> None:
-        """Remove a checkpoint of a later step than `point`'s: it may be half written, and the run writes it again."""
+        """Remove a checkpoint that was begun after `point`'s: it may be half written, and the run repeats it."""
         self.saved_step = point.checkpoint_version
         step = self._unpublished_step()
         if step is not None and step > self.saved_step:
             shutil.rmtree(self._checkpoints.path(step), ignore_errors=True)
 
     def _unpublished_step(self) -> int | None:
-        """Return the step whose checkpoint this run began to write and did not publish, if there is one."""
-        noted = self._noted()
-        return int(noted["step"]) if noted.get("store") == self._store_id() else None
+        """Return the step of a checkpoint that this run began to write and did not publish, if any."""
+        note = self._read_note()
+        return int(note["step"]) if note.get("store") == self._store_id() else None
 
-    def _noted(self) -> dict[str, Any]:
-        """Return what the folder's file says of the run that writes into it; empty if there is none."""
+    def _read_note(self) -> dict[str, Any]:
+        """Return what the folder's file says about the run that writes into it; empty if there is no file."""
         try:
             return dict(json.loads(self._unpublished_file.read_bytes()))
         except (OSError, ValueError):
             return {}
 
-    def _note(self, step: int) -> None:
+    def _write_note(self, step: int) -> None:
         self._unpublished_file.parent.mkdir(parents=True, exist_ok=True)
         self._unpublished_file.write_text(json.dumps({"step": step, "store": self._store_id()}))
 
     def _store_id(self) -> str:
-        """Return this run's store, which identifies it; for a SQLite file its path relative to the checkpoints."""
+        """Return an id of this run: the address of its store, or a SQLite file's path relative to the checkpoints."""
         url = self.config.store.url
         return place_of(url) if file_of(url) is None else os.path.relpath(place_of(url), self._checkpoints.folder)
 
     def catch_up(self, trainer: Any, point: ResumePoint) -> None:
-        """Repeat the steps between the trainer's checkpoint and the current weights, before any engine starts.
+        """Repeat the trainer's steps after its checkpoint, up to the current weights, before any engine starts.
 
-        If the shared memory is gone, write the trainer's weights there again. Raises PayloadNotFound if the experiences
-        were freed, ConfigError if the trainer has no `state_dict`.
+        If the weights in shared memory are gone, write them again. Raises PayloadNotFound if the experiences were
+        freed, ConfigError if the trainer has no `state_dict`.
         """
         if self.diskless:
             _state_dict_method(trainer)  # raises ConfigError now, not after the first step
@@ -175,7 +175,7 @@ class TrainerCheckpoints:
             self._unrecorded_folder = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
 
     async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
-        """Record the work of `catch_up` in the log, now that the system runs."""
+        """Record the folder and metrics from `catch_up`, now that the system runs; save a checkpoint if due."""
         if self._unrecorded_folder:
             await rollouts.weights_written_anew(version, self._unrecorded_folder)
             self._unrecorded_folder = ""
@@ -194,17 +194,17 @@ class TrainerCheckpoints:
             await self.save(rollouts, trainer, step)
 
     async def save(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
-        """Save and publish a checkpoint of `step`, the trainer's newest, unless there is one; remove old ones."""
+        """Save and publish a checkpoint of `step`, unless one is saved, and remove old ones. Raises ConfigError."""
         if step <= self.saved_step:
             return
         path = self._checkpoints.path(step)
         if path.exists() and self._unpublished_step() != step:
-            raise ConfigError(f"{path} exists already, but this run did not make it: move it away, and `resume` "
-                              "continues the run")
-        self._note(step)
+            raise ConfigError(f"{path} exists already, but this run did not make it: move it away, then continue the "
+                              "run with `resume`")
+        self._write_note(step)
         await asyncio.to_thread(call_trainer, trainer.save, str(path), step=step)
         await rollouts.sync_weights(step, path)
-        self._note(0)
+        self._write_note(0)
         self.saved_step = step
         for old_step in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(self._checkpoints.path(old_step), ignore_errors=True)

@@ -33,7 +33,7 @@ from trinity_es.run.run_base import RunProcess
 from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
-from trinity_es.run.writable_log_wait import when_written
+from trinity_es.run.writable_log_wait import retry_until_written
 from trinity_es.safe_text import error_line
 from trinity_es.system.run_lock import RunLock
 from trinity_es.tasksets.taskset import Cursor
@@ -62,9 +62,9 @@ class Explorer(RunProcess):
         self._aborted: set[int] = set()
         """Steps that a person aborted, which are not trained on."""
         self._submitted_here: set[int] = set()
-        """Steps that this process submitted, so that their failures are those of the current code and config."""
+        """Steps that this process submitted, so the current code and config caused their failures."""
         self._read_lock = asyncio.Lock()
-        """Lock of the tasksets, which cache the part of a file that they read last."""
+        """Lock for reading tasksets, which cache the part of a file that they read last."""
         self._last_progress = time.monotonic()
         self._cut_tasks = CutTasks()
 
@@ -79,7 +79,7 @@ class Explorer(RunProcess):
 
     # --- the benchmark ----------------------------------------------------------------------------------------------
     def _locate(self) -> bool:
-        """Return False if there is nothing left to do in the config's mode."""
+        """Read the run's state, as the config's mode needs it. Returns False if nothing is left to do."""
         if self.config.mode == "serve":
             return True  # reads no taskset, trains nothing, and is never complete
         return self._locate_benchmark() if self.config.mode == "bench" else super()._locate()
@@ -140,9 +140,9 @@ class Explorer(RunProcess):
 
     # --- the proxy --------------------------------------------------------------------------------------------------
     async def serve(self, on_ready: Callable[[Proxy], None] | None = None) -> None:
-        """Answer an OpenAI-compatible API with the engines until this is cancelled (mode `serve`).
+        """Serve an OpenAI-compatible API with the engines until cancelled (mode `serve`).
 
-        `on_ready` is called with the proxy (`base_url`, `api_key`) when that answers. Raises StartupError.
+        `on_ready` is called with the proxy (`base_url`, `api_key`) when it accepts requests. Raises StartupError.
         """
         from trinity_es.serve.proxy import Proxy  # here, since only this mode needs its imports
 
@@ -151,13 +151,13 @@ class Explorer(RunProcess):
             await proxy.start()
             if on_ready is not None:
                 on_ready(proxy)
-            await proxy.finished()
+            await proxy.wait_finished()
         finally:
             await proxy.stop()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     async def explore(self) -> str:
-        """Explore until the tasksets or `total_steps` end; returns the explorer's name.
+        """Generate steps until the tasksets or `total_steps` end; returns the explorer's name.
 
         With a trainer, here or in a process in mode `train`, the run ends when the last step's weights are published.
         """
@@ -170,8 +170,8 @@ class Explorer(RunProcess):
         await self._submit_evals(self.done)
         loops = [self._submit_steps(), self._generate(), self._finish_evals()]
         if trainer_is_elsewhere:
-            await all_of(*loops, beside=follow(self, self._take, idle=self._require_weights))
-            await self._let_trainer_end()
+            await all_of(*loops, beside=follow(self, self._handle_event, idle=self._require_weights))
+            await self._wait_for_trainer_exit()
         else:
             await all_of(*loops, train_in_order(self, self._end_period))
         return self.config.explorer.name
@@ -196,16 +196,16 @@ class Explorer(RunProcess):
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _changed_cursors(self, cursors: Mapping[str, Cursor], *, every: bool = False) -> list[dict[str, Any]]:
-        """Return the cursors that differ from the current ones, or `every` cursor, as `submit_batch` takes them."""
+        """Return the cursors that differ from the current ones (`every`: all), as dicts for `submit_batch`."""
         return [
             {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
             for name, cursor in cursors.items() if every or cursor != self.cursors.get(name, Cursor())
         ]
 
     def _read_cut_tasks(self, limit: int) -> dict[tuple[BatchId, int], Task]:
-        """Return up to `limit` tasks that were unfinished when their step ended, and that no step has continued yet.
+        """Return up to `limit` tasks, the oldest first, that their step left unfinished and no later step continues.
 
-        Keys are (step, task number), the oldest first. Empty unless `synchronizer.in_flight` is cut.
+        Keys are (step, task number). Empty unless `synchronizer.in_flight` is cut.
         """
         if self.config.synchronizer.in_flight != "cut":
             return {}
@@ -217,13 +217,13 @@ class Explorer(RunProcess):
         return tasks
 
     def _teach_selectors(self, step: int) -> None:
-        """Give the tasksets' selectors the pass rates that they choose the tasks of this step by.
+        """Pass the tasksets' selectors the pass rates from which they choose the tasks of this step.
 
-        Selectors that learn first get the pass rates of all steps that are certainly generated by now, so their choice
-        does not depend on timing or on interruptions (`SyncPolicy.surely_generated`).
+        They get those of exactly the steps that are always generated by now (`SyncPolicy.always_generated`), so their
+        choice depends neither on timing nor on interruptions.
         """
         if self.mix.learns:
-            for generated in range(self._learnt_up_to + 1, self.policy.surely_generated(step) + 1):
+            for generated in range(self._learnt_up_to + 1, self.policy.always_generated(step) + 1):
                 self.mix.learn(pass_rates(self.rollouts.client.log, generated))
                 self._learnt_up_to = generated
 
@@ -231,10 +231,10 @@ class Explorer(RunProcess):
         self, step: int, tasks: list[Task], cursors: list[dict[str, Any]],
         continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
-        """Submit a step. `continues`: index in `tasks` -> (step, task number) of the cut task that it continues."""
+        """Submit a step. `continues`: {index in `tasks`: (step, number) of the unfinished task that it continues}."""
         min_task_count = self._min_task_count(step, len(tasks))
         sources = [source for source in self.unrecorded if not source.is_eval]
-        await when_written(lambda: self.rollouts.submit_batch(
+        await retry_until_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
             tasks=tasks,
             batch_type="train",
@@ -249,12 +249,12 @@ class Explorer(RunProcess):
     def _min_task_count(self, step: int, task_count: int) -> int:
         """Return how many of a step's tasks must be settled before it is finalized."""
         if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
-            return task_count  # no step comes after the last one, in which its tasks could go on
-        # Rounded before, so that 10 * (1 - 0.1) is not a bit more than 9.
+            return task_count  # no later step could continue the tasks of the last one
+        # Rounded first: floats like 9.000000000000002 must not become 10.
         return math.ceil(round(task_count * (1 - self.config.explorer.over_rollout.ratio), 9))
 
     async def _generate(self) -> None:
-        """Finish every submitted step, in order, until no further one is submitted."""
+        """Finish the submitted steps in order, until all are finished and no more will be submitted."""
         progress = self.progress
         while not (progress.ended and progress.generated >= progress.submitted):
             await progress.until(lambda: progress.submitted > progress.generated or progress.ended)
@@ -264,10 +264,10 @@ class Explorer(RunProcess):
                 progress.note(generated=progress.generated + 1)
 
     async def _finish(self, step: int) -> None:
-        """Finalize a step and call `on_step`. Submit it again if it was dropped as stale.
+        """Finalize a step and call `on_step`. A step that was dropped as stale is submitted again.
 
-        A step that a person aborted is skipped. If there is a trainer and all runs of the step failed, raise
-        WorkflowError; but submit it again if an earlier process had submitted it.
+        A step that a person aborted is skipped. If there is a trainer and all runs of the step failed, this raises
+        WorkflowError, or submits the step again if an earlier process had submitted it.
         """
         while True:
             result = await self._finalize(step)
@@ -289,44 +289,44 @@ class Explorer(RunProcess):
             self.on_step(step, result)
 
     async def _finalize(self, step: int) -> dict[str, Any]:
-        """Finalize a step. With `explorer.refill`, add tasks for those that gave nothing, while there are others."""
+        """Finalize a step; return its result. With `explorer.refill`, first replace tasks that gave no experiences."""
         tasks_left = self.config.explorer.refill.at_most
         while tasks_left > 0:
             batch = await self.rollouts.batch(step)
             awaited_tasks = batch.expected_task_count if batch.min_wait_num is None else batch.min_wait_num
             groups = min(awaited_tasks - batch.added_task_count, self.config.buffer.batch_size)
             try:
-                return await when_written(lambda: self.rollouts.finalize_train_batch(step, groups=groups))  # noqa: B023
+                return await retry_until_written(lambda: self.rollouts.finalize_train_batch(step, groups=groups))  # noqa: B023
             except TooFewGroups as e:
                 tasks_left = self.config.explorer.refill.at_most - batch.added_task_count
                 if tasks_left <= 0 or not await self._add_tasks(step, min(e.details["missing"], tasks_left)):
                     break
-        return await when_written(lambda: self.rollouts.finalize_train_batch(step))
+        return await retry_until_written(lambda: self.rollouts.finalize_train_batch(step))
 
     async def _add_tasks(self, step: int, count: int) -> bool:
-        """Add the next `count` tasks of the tasksets, or those that are left, to a step. Returns False if none is."""
+        """Add up to `count` further tasks of the tasksets to a step. Returns False if none are left."""
         async with self._read_lock:
             tasks, cursors = await asyncio.to_thread(self.mix.read, self.cursors, count)
             if tasks:
                 changed_cursors = self._changed_cursors(cursors)
-                await when_written(lambda: self.rollouts.add_tasks(step, tasks, changed_cursors))
+                await retry_until_written(lambda: self.rollouts.add_tasks(step, tasks, changed_cursors))
                 self.cursors = cursors
                 self.progress.note(ended=not self.has_more(self.step, cursors))
         return bool(tasks)
 
     def _remade_tasks(self, step: int) -> list[Task]:
-        """Return the tasks of a submitted step, made from the same rows with the current config."""
+        """Return the tasks of a submitted step, built from the same rows with the current config."""
         submitted = submitted_tasks(self.rollouts.client.log, step)
         return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in submitted]
 
     async def _end_period(self, step: int) -> None:
-        """Publish the weights of this step, and submit the evals on them before the steps that wait for them."""
+        """Publish the weights of this step, then submit the evals on them, before later steps are submitted."""
         await self.sync_weight(step)
         await self._submit_evals(step)
 
     # --- a trainer in another process -------------------------------------------------------------------------------
-    async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
-        """Note what the trainer's process did: steps that it trained, and weights that it published."""
+    async def _handle_event(self, log: Log, stream: str, event: ev.Event) -> None:
+        """Update `progress` from an event of the trainer's process: a step trained or weights published."""
         match event:
             case ev.BatchTrained():
                 self._note_trained(max(self.progress.trained, event.step))
@@ -340,7 +340,7 @@ class Explorer(RunProcess):
         self._last_progress = time.monotonic()
 
     def _note_trained(self, step: int) -> None:
-        """Note that the trainer's process has trained up to this step; aborted steps after it count as trained."""
+        """Set `progress.trained` to this step of the trainer's process; aborted steps after it count as trained."""
         if self.trains or not self.has_trainer:
             return  # a trainer in this process skips aborted steps itself
         while step + 1 in self._aborted:
@@ -348,7 +348,7 @@ class Explorer(RunProcess):
         self.progress.note(trained=step)
 
     async def _wait_until_served(self, version: int) -> None:
-        """Wait until all serving runners have these weights or failed to load them: an eval measures one version."""
+        """Wait until each serving runner has loaded these weights or failed to, since an eval measures one version."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while time.monotonic() < deadline:
             runners = (await self.rollouts.status())["runners"]
@@ -363,7 +363,7 @@ class Explorer(RunProcess):
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 
     def _require_weights(self) -> None:
-        """Raise SyncError if every submitted step is generated and the trainer made no progress for too long."""
+        """Raise SyncError if only the trainer has work left and it made no progress for `sync_timeout`."""
         patience = self.config.synchronizer.sync_timeout
         waits_for_trainer = self.progress.generated >= self.progress.submitted and self.progress.evals_over
         if waits_for_trainer and time.monotonic() - self._last_progress > patience:
@@ -373,8 +373,8 @@ class Explorer(RunProcess):
                 "`--set mode=train`), then this explorer again"
             )
 
-    async def _let_trainer_end(self) -> None:
-        """Wait, at most for `sync_timeout`, until the trainer's process ends: its last weights need the system."""
+    async def _wait_for_trainer_exit(self) -> None:
+        """Wait at most `sync_timeout` for the end of the trainer's process, whose last weights need the system."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -391,19 +391,19 @@ class Explorer(RunProcess):
             await self._submit_eval(batch_id)
 
     async def _submit_eval(self, batch_id: BatchId) -> None:
-        """Submit the eval batch of this id, `<step>/<taskset>`, with all tasks of its taskset."""
+        """Submit all tasks of a taskset as the eval batch `<step>/<taskset>`."""
         name = str(batch_id).rsplit("/", 1)[1]
         taskset = next(t for t in self.eval_sets if t.config.name == name)
         sources = [source for source in self.unrecorded if source.is_eval and source.taskset == name]
         tasks = await asyncio.to_thread(taskset.all)
-        await when_written(lambda: self.rollouts.submit_batch(
+        await retry_until_written(lambda: self.rollouts.submit_batch(
             batch_id=batch_id, tasks=tasks, batch_type="eval", sources=sources
         ))
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
         self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
-        """Finalize evals as they are submitted, until the run is over and no eval is open."""
+        """Finalize each eval after it is submitted, until the run is over and no eval is open."""
         progress = self.progress
         while not (self._is_over and progress.evals_over):
             await progress.until(lambda: self._is_over or not progress.evals_over)
@@ -417,7 +417,7 @@ class Explorer(RunProcess):
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
         """Finalize an eval, and return its metrics."""
-        result = await when_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
+        result = await retry_until_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
         metrics: dict[str, float] = result["metrics"]
         self.progress.note(evals={batch_id: True})
         return metrics
@@ -427,7 +427,7 @@ class Explorer(RunProcess):
         return await self._run_evals([f"{self.done}/{taskset.config.name}" for taskset in self.eval_sets])
 
     async def _run_evals(self, batch_ids: Sequence[BatchId]) -> dict[str, float]:
-        """Submit these evals together, unless they are submitted; return the metrics of all when all have ended."""
+        """Submit those of these evals that are not submitted yet; wait for all, and return their metrics."""
         metrics: dict[str, float] = {}
         for batch_id in batch_ids:
             if batch_id not in self.progress.evals:
@@ -438,7 +438,7 @@ class Explorer(RunProcess):
 
 
 def _failed_step_error(batch: BatchState, resume: str, *, system_goes_on: bool) -> WorkflowError:
-    """Return the error of a step all of whose runs failed; `resume`: the command that goes on with the run."""
+    """Return the error for a step whose runs all failed. `resume`: command that continues the run."""
     errors = [error_line(message, 200) for task in batch.tasks for message in task.failed.values()]
     [(error, times)] = Counter(errors).most_common(1)
     hint = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""

@@ -1,4 +1,4 @@
-"""Progress of a run, for the loops that wait for each other."""
+"""Progress of a run. Its loops (submit, generate, train, evals) wait for each other through it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RunProgress"]
 
 
 class RunProgress:
-    """Progress of a run. Changed by `note`, on one event loop."""
+    """Progress of a run. `note` changes it, and `until` waits for a change; both run on one event loop."""
 
     def __init__(self) -> None:
         self.submitted = 0
@@ -20,17 +20,17 @@ class RunProgress:
         self.ended = False
         """True if no further step will be submitted."""
         self.generated = 0
-        """Step up to which all are finalized or aborted."""
+        """Last step before the first one that is neither finalized nor aborted."""
         self.trained = 0
-        """Step up to which all were trained on."""
+        """Last step that was trained on; steps are trained in order."""
         self.done = 0
-        """Last step of the last complete period, whose weights the engines serve."""
+        """Last step whose weights are published, or would be if the run had a trainer."""
         self.evals: dict[BatchId, bool] = {}
-        """Evals that were submitted, with True for those that ended."""
+        """Submitted evals; the value is True once an eval has ended."""
         self._changed = asyncio.Event()
 
     def note(self, *, evals: Mapping[BatchId, bool] | None = None, **attributes: Any) -> None:
-        """Add these evals, set these attributes, and wake every call of `until`."""
+        """Set these attributes, add or update these evals, and wake every call of `until`."""
         for name, value in attributes.items():
             setattr(self, name, value)
         self.evals.update(evals or {})
@@ -38,7 +38,7 @@ class RunProgress:
         self._changed = asyncio.Event()  # each change wakes those that wait at that moment
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until this condition on the progress holds."""
+        """Wait until this condition holds; it is checked again after each `note`."""
         while not condition():
             await self._changed.wait()
 

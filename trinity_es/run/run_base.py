@@ -1,12 +1,12 @@
-"""The common part of `Explorer` and `TrainerProcess`: the run's state, its locks, the actor system, the trainer.
+"""Base class of `Explorer` and `TrainerProcess`: the run's state, its locks, the actor system, the trainer.
 
-In mode `both` one process explores and trains; in modes `explore` and `train` they are two, which communicate only
-through the log.
+In mode `both` one process explores and trains. Modes `explore` and `train` are for two processes, which communicate
+only through the log.
 
-A process resumes the run in its store, whatever died: the log has the submitted steps, the ended evals and the current
-weights. The trainer starts again from the checkpoint of those weights, step k. It gets the generated batches after k
-again, then the open ones when they are finished, then new ones. So every prompt is used as often as in a run without
-interruptions.
+A process resumes the run in its store, whichever process died before: the log has the submitted steps, the ended evals
+and the current weights. The trainer starts again from its newest checkpoint, of step k. It gets the generated batches
+after k again, then the open batches when they are finished, then new ones. So every prompt is used as often as in a run
+without interruptions.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = ["RunProcess"]
 
 
 class RunProcess:
-    """A process of a run."""
+    """Base class of a run's processes, which explore, train, or do both."""
 
     roles: tuple[Role, ...]
-    """Roles that this process locks for itself."""
+    """Roles (explorer, trainer) that this process locks, so that no other process takes them."""
     trains = False
     """True if the trainer is in this process."""
 
@@ -64,10 +64,10 @@ class RunProcess:
         self.resumed = False
         """True if the store held a run, which this process resumes."""
         self.owns_system = False
-        """True if this process, or a dead one whose part it takes over, started the actor system."""
+        """True if this process, or a dead process that it replaces, started the actor system."""
         self._point = ResumePoint()
         self.unrecorded: list[TasksetSource] = []
-        """Identities of tasksets that are not in the log yet; they are submitted with their first batch."""
+        """Sources of tasksets that the log does not have yet; they are submitted with the first batch."""
         self._unfinished: bool | None = None
         self._trouble_log: asyncio.Task[None] | None = None
         self._locks: list[RunLock] = []
@@ -80,12 +80,12 @@ class RunProcess:
 
     @property
     def done(self) -> int:
-        """Last step of the last finished period: finalized, trained on, and its weights published."""
+        """Last step that is finalized and trained on and whose weights are published."""
         return self.progress.done
 
     @property
     def position(self) -> int:
-        """Log position that `progress` was read up to."""
+        """Log position up to which the run's state was read at the start."""
         return self._point.position
 
     @property
@@ -96,10 +96,10 @@ class RunProcess:
 
     # --- where to begin ---------------------------------------------------------------------------------------------
     def locate(self) -> bool:
-        """Read tasksets and log to find this run's state. Returns False if the run is complete. Starts nothing.
+        """Read the run's state from the tasksets and the log. Returns False if the run is complete. Starts nothing.
 
-        From then until `shutdown` or `release` no other process can take this role. Raises AlreadyRunning, TasksetError
-        and ConfigError, also if the store holds something other than this run.
+        The process's roles stay locked until `shutdown` or `release`. Raises AlreadyRunning, TasksetError, and
+        ConfigError, also if the store does not hold this run.
         """
         if self._unfinished is None:
             self.unrecorded = []
@@ -134,7 +134,7 @@ class RunProcess:
         return self._is_unfinished()
 
     def _open_tasksets(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
-        """Return the tasksets that the run began with, and note unrecorded sources. Raises TasksetError."""
+        """Open the tasksets from the sources in the log, and add other sources to `unrecorded`. Raises TasksetError."""
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))
@@ -150,7 +150,7 @@ class RunProcess:
         return tasksets
 
     def _set_point(self, point: ResumePoint) -> None:
-        """Set cursors, weights version and progress to those of the point where the run goes on."""
+        """Set cursors, weights version and progress to those of the resume point."""
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
@@ -164,7 +164,7 @@ class RunProcess:
                            evals=point.evals)
 
     def _is_unfinished(self) -> bool:
-        """Return whether this process still has work in the run, whose tasksets and log are read."""
+        """Return whether this process still has work to do in the run."""
         raise NotImplementedError
 
     @property
@@ -173,11 +173,11 @@ class RunProcess:
         return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
 
     def cursors_after(self, step: int) -> dict[str, Cursor]:
-        """Return up to where each taskset was read when this step was submitted."""
+        """Return the position in each taskset after the tasks of this step."""
         return {name: Cursor(*cursor) for name, cursor in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
-        """Return whether a step follows this one, after which the tasksets were read up to `cursors`."""
+        """Return whether another step follows this one; `cursors`: positions in the tasksets after this step."""
         if self.config.total_steps is not None and step >= self.config.total_steps:
             return False
         min_task_count = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
@@ -204,7 +204,7 @@ class RunProcess:
                 "(null: without end) to read them more often")
 
     def _read_point(self, tasksets: Sequence[str]) -> ResumePoint:
-        """Return where the run in the log goes on. Raises ConfigError if its weights are not this run's or are gone."""
+        """Return the resume point of the run in the log. Raises ConfigError if the weights are not its own, or gone."""
         config = self.config
         try:
             with open_log(config.store.url) as log:
@@ -220,13 +220,13 @@ class RunProcess:
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but the run "
                 f"has only {point.submitted} steps, so another trainer published them: {config.another_run}"
             )
-        point = self._weights.of_this_run(point, recorded_store)
+        point = self._weights.with_current_path(point, recorded_store)
         if self.trains:
-            self._weights.require_no_others(point)
+            self._weights.require_no_foreign_checkpoints(point)
         return point
 
     def require_unfinished(self) -> None:
-        """Raise ConfigError if the run is complete, and the errors of `locate`."""
+        """Call `locate`, and raise ConfigError if the run is complete."""
         if not self.locate():
             raise ConfigError(
                 f"the store {self.config.masked()['store']['url']} already holds a run, and the run is complete (step "
@@ -236,7 +236,7 @@ class RunProcess:
 
     # --- start and end ----------------------------------------------------------------------------------------------
     async def prepare(self) -> None:
-        """Check config and tasksets, start or join the system, wait for its engines. Raises before anything runs."""
+        """Check config and tasksets, start or join the actor system, load the trainer, and wait for the engines."""
         config = self.config
         try:
             self.require_unfinished()
@@ -270,7 +270,7 @@ class RunProcess:
             raise
 
     async def _prepare_system(self) -> None:
-        """End this run's own system if it was started with other settings. Raises ConfigError if another's was."""
+        """End the actor system if it runs with other settings. Raises ConfigError if this run did not start it."""
         if not running_system.is_up(self.config):
             return
         try:
@@ -281,7 +281,7 @@ class RunProcess:
             await asyncio.to_thread(end_system, self.config)  # it is started again with the new settings
 
     def _start_monitors(self) -> None:
-        """Start the monitors of the run, in its explorer only, so that metrics are written once."""
+        """Start the run's monitors, unless this is only its trainer: metrics are written once."""
         if "explorer" in self.roles and self.config.mode != "serve":
             # A trainer in this process repeats the steps after its checkpoint, and their metrics are written again.
             after = min(self.done, self._point.checkpoint_version) if self.trains else math.inf
@@ -289,7 +289,7 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
-        """Return the trainer at the run's current weights, which may take training steps after its checkpoint."""
+        """Build the trainer from its checkpoint, repeat the steps after it, and return the trainer."""
         plugin_lookup.add_import_folders(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)

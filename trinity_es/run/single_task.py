@@ -1,8 +1,8 @@
 """One task of a taskset, played in this process without actor system and log, to see what a workflow does.
 
 Engine, workflow, reward function and sampling are those of the config, as in a run. The results go into a folder:
-`experiences.jsonl` for people, `experiences.safetensors` for `Experience.deserialize_many`, `result.json`, and errors
-with their whole traceback.
+`experiences.jsonl` for people, `experiences.safetensors` for `Experience.deserialize_many`, and `result.json`, in which
+errors have their whole tracebacks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = ["PlayedTask", "choose", "play"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedTask:
-    """Result of a task."""
+    """Result of playing a task."""
 
     task: Task
     runs: int
     experiences: list[Experience]
     texts: list[list[str]]
-    """Per experience, each token decoded by itself: a character of several tokens is in none of them."""
+    """Text of each token, per experience. Tokens are decoded alone, so a character of several tokens is missing."""
     metrics: list[dict[str, float]]
     """Metrics of each run that completed."""
     failures: list[tuple[int, str, str]]
@@ -67,9 +67,9 @@ class PlayedTask:
 
 
 def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
-    """Return the task at row `index` (from 0) of the named taskset (None: the first one); eval tasksets come last.
+    """Return the task at row `index` (from 0) of the named taskset, of training or eval (None: the first one).
 
-    `workflow`: name of the workflow to play it with, in place of the taskset's. Raises TasksetError and ConfigError.
+    `workflow` replaces the taskset's workflow. Raises TasksetError and ConfigError.
     """
     inputs = config.buffer.explorer_input
     tasksets: list[tuple[TasksetConfig, bool]] = [
@@ -90,9 +90,9 @@ def choose(config: Config, taskset: str | None, index: int, workflow: str | None
 
 
 async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> PlayedTask:
-    """Play a task with the engine of the config, and write the results to a folder. Errors are part of the result.
+    """Play a task with the config's engine, and write the results to a folder. Failed runs are part of the result.
 
-    Raises the errors of the engine's start, UnknownWorkflow and ConfigError.
+    Raises UnknownWorkflow, ConfigError and the errors of the engine's start.
     """
     config.check()
     add_import_folders(config.code_path)
@@ -106,7 +106,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     os.environ.update(no_proxy_variables(os.environ))  # as in a run
     try:
         for model in models:
-            engines.append(resolve(model.engine_class, {}, "engine")(_settings(model)))
+            engines.append(resolve(model.engine_class, {}, "engine")(_engine_config(model)))
             with _device_environment(first_device, model.tensor_parallel_size, device_count):
                 await engines[-1].start()
             first_device += model.tensor_parallel_size
@@ -139,8 +139,8 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     return played
 
 
-def _settings(model: RolloutModelConfig) -> EngineConfig:
-    """Return the settings of an engine of this model; an HTTP engine gets the first of its servers."""
+def _engine_config(model: RolloutModelConfig) -> EngineConfig:
+    """Return the config of an engine for this model. An HTTP engine gets the first server of `servers.urls`."""
     settings, servers = model.engine_config(), model.servers
     if model.engine_type != "http":
         return settings
@@ -152,7 +152,7 @@ def _settings(model: RolloutModelConfig) -> EngineConfig:
 
 @contextlib.contextmanager
 def _device_environment(first: int, count: int, total: int) -> Iterator[None]:
-    """Give an engine that is started in this block `count` of `total` devices (GPUs or cores), as in a run."""
+    """Set the environment so that an engine started in this block gets `count` of `total` devices, as in a run."""
     variables = device_environment(first, count, total)
     previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -174,7 +174,7 @@ class _TracebackRunner(WorkflowRunner):
         self.tracebacks: list[str] = []
 
     def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        """Keep the error's traceback, and go on as the base class."""
+        """Add the error's traceback to `tracebacks`, then do what the base class does."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
         return super()._kind_and_message(error, out)
 

@@ -42,23 +42,20 @@ class SyncPolicy:
                    max_inflight=sync.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
-        """Return True if this step may be submitted.
-
-        `done`: step of the newest published weights; `trained`: last step that was trained on.
-        """
+        """Return whether this step may be submitted. `done`: last step published; `trained`: last step trained on."""
         if self.style == "fixed":
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.max_inflight
 
-    def surely_generated(self, step: int) -> int:
-        """Return the last step that is certainly generated when this one may be submitted.
+    def always_generated(self, step: int) -> int:
+        """Return the last step that is always generated, whatever the timing, when `step` may be submitted.
 
-        Its tasks may depend on steps up to that one, but not on later ones, since those depend on timing.
+        So the choice of tasks for `step` may depend on its results.
         """
         return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.max_inflight)
 
     def publishes(self, step: int) -> bool:
-        """Return whether the weights of this step are published, unless the trainer decides it."""
+        """Return whether the weights of this step are published, by `sync_interval`."""
         return step % self.interval == 0
 
     def generated_before(self, version: int) -> int:
@@ -66,10 +63,7 @@ class SyncPolicy:
         return version + self.offset if self.style == "fixed" else version
 
     def done_by(self, generated: int, *, ended: bool) -> int:
-        """Return the step whose weights would be published by now, in a run without a trainer.
-
-        `generated`: last step generated; `ended`: True if no further step is submitted.
-        """
+        """Return the last step that counts as published, without a trainer. `ended`: no further step is submitted."""
         if ended:
             return generated
         return self._multiple(generated - self.offset if self.style == "fixed" else generated)
@@ -82,9 +76,9 @@ class SyncPolicy:
 def evals_due(
     done: int, *, interval: int, on_startup: bool, names: Iterable[str], submitted: Iterable[BatchId]
 ) -> list[BatchId]:
-    """Return the ids of the eval batches to submit on the weights of step `done`, without those in `submitted`.
+    """Return the ids of the eval batches that are due on the weights of step `done`, without those in `submitted`.
 
-    Evals are due before the first step, and when a multiple of `interval` was passed since the last evals.
+    Evals are due before the first step (`on_startup`), and when a multiple of `interval` was passed since the last.
     """
     submitted_ids = set(submitted)
     prefixes = {str(batch_id).split("/", 1)[0] for batch_id in submitted_ids}

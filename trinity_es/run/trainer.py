@@ -20,10 +20,10 @@ class Trainer(Protocol):
     """Trainer of a run (`trainer.class`).
 
     Optional methods:
-    - `load(path)`: a resumed run builds the trainer with its newest checkpoint as `model_path` and then calls this with
-      that folder, to restore the optimizer, the step and random states.
-    - `wants_sync(step) -> bool`, with `synchronizer.sync_style: trainer_driven`: called after each step, True to
-      publish its weights. Without it they are published every `sync_interval` steps.
+    - `load(path)`: a resumed run builds the trainer with its newest checkpoint as `model_path`, then calls `load` with
+      the same folder, to restore the optimizer, the step and random states.
+    - `wants_sync(step) -> bool`, for `synchronizer.sync_style: trainer_driven`: called after each step; True publishes
+      the step's weights. Without this method weights are published every `sync_interval` steps.
     - `state_dict()`, required by `synchronizer.sync_method` memory or nccl: a mapping from the names in a checkpoint to
       tensors of torch (on any device) or numpy.
     """
@@ -31,9 +31,9 @@ class Trainer(Protocol):
     def __init__(self, model_path: str, **args: Any) -> None: ...
 
     def step(self, experiences: ExperienceColumns) -> dict[str, float]:
-        """Learn from one batch, never an empty one; returns metrics (loss, ...). Called in a thread.
+        """Train on one batch, which is never empty, and return metrics (loss, ...). Called in a thread.
 
-        Use the columns, or iterate over them as over a list of Experience, which is made then.
+        Read the columns of `experiences`, or iterate over it to get `Experience` objects.
         """
 
     def save(self, path: str) -> None:
@@ -41,10 +41,10 @@ class Trainer(Protocol):
 
 
 def call_trainer(function: Callable[..., Any], *args: Any, step: int | None = None, **keywords: Any) -> Any:
-    """Call a trainer's class or method. Its error gets a note with the function's name and the step.
+    """Call a trainer's class or method, and return its result. An error gets a note with the function's name and step.
 
-    StopIteration and SystemExit become RuntimeError: no thread can pass the first on, so the run would wait forever,
-    and the second would end the process without a word.
+    StopIteration and SystemExit become RuntimeError: a thread can't pass on StopIteration, so the run would wait
+    forever, and SystemExit would end the process without a message.
     """
     try:
         return function(*args, **keywords)
@@ -58,10 +58,9 @@ def call_trainer(function: Callable[..., Any], *args: Any, step: int | None = No
 
 
 def learn(trainer: Trainer, step: int, experiences: ExperienceColumns) -> dict[str, float]:
-    """Have the trainer learn from a batch, and return its metrics that can be recorded.
+    """Call `trainer.step`, unless filters emptied the batch, and return the metrics that the log can hold.
 
-    Other metrics are left out with a warning: the weights have changed by then, so none of them may end the run. A
-    batch that filters have emptied is skipped.
+    Other metrics are dropped with a warning: the weights have changed by then, so a bad metric must not end the run.
     """
     step_result: Any = call_trainer(trainer.step, experiences, step=step) if experiences else {}
     if not isinstance(step_result, Mapping):

@@ -1,4 +1,4 @@
-"""The trainer's loop of a run: it trains on each step in order, once that is generated, and publishes weights."""
+"""The trainer's loop of a run: it trains on each step in order, once the step is generated, and publishes weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import is_over
 from trinity_es.run.run_base import RunProcess
 from trinity_es.run.trainer import call_trainer, learn
-from trinity_es.run.writable_log_wait import when_written
+from trinity_es.run.writable_log_wait import retry_until_written
 from trinity_es.system import running_system
 from trinity_es.tasksets.taskset import Cursor
 
@@ -32,9 +32,9 @@ _FOLLOWED_TYPES = ("BatchSubmitted", "TasksetResolved", "TasksetAdvanced", "Batc
 
 
 async def train_in_order(process: RunProcess, end_period: Callable[[int], Awaitable[None]]) -> None:
-    """Train on every step of a run until it ends, and call `end_period(step)` when the weights of a step are due.
+    """Train on every step of a run in order, and call `end_period(step)` whenever a step's weights are to be published.
 
-    Without a trainer, nothing is learnt: a period, the steps between two publications, ends when they are generated.
+    Without a trainer, a step only has to be generated.
     """
     progress = process.progress
     while True:
@@ -46,7 +46,7 @@ async def train_in_order(process: RunProcess, end_period: Callable[[int], Awaita
         if process.trainer is not None:
             await _learn(process, step)
         progress.note(trained=step)
-        if await _publishes(process, step):
+        if await _is_publication_due(process, step):
             await _wait_generated(process, process.policy.generated_before(step))
             if process.trainer is not None:
                 await progress.until(lambda: progress.evals_over)
@@ -55,7 +55,7 @@ async def train_in_order(process: RunProcess, end_period: Callable[[int], Awaita
 
 
 async def _wait_generated(process: RunProcess, step: int) -> None:
-    """Wait until this step is generated, or the last one if the run ends earlier."""
+    """Wait until this step is generated, or, if the run ends earlier, the last step."""
     progress = process.progress
     await progress.until(
         lambda: progress.generated >= step or (progress.ended and progress.generated >= progress.submitted)
@@ -69,11 +69,11 @@ async def _learn(process: RunProcess, step: int) -> None:
         return
     experiences = await process.rollouts.columns(step)
     trainer_metrics = await asyncio.to_thread(learn, process.trainer, step, experiences)
-    await when_written(lambda: process.rollouts.acknowledge(step, step, trainer_metrics))
+    await retry_until_written(lambda: process.rollouts.acknowledge(step, step, trainer_metrics))
 
 
-async def _publishes(process: RunProcess, step: int) -> bool:
-    """Return whether the weights of this step are published: the trainer or the policy says so, or it is the last."""
+async def _is_publication_due(process: RunProcess, step: int) -> bool:
+    """Return whether to publish this step's weights: if the trainer or the policy says so, or after the last step."""
     wants_sync = getattr(process.trainer, "wants_sync", None)
     if process.policy.style == "trainer_driven" and wants_sync is not None:
         is_due = bool(await asyncio.to_thread(call_trainer, wants_sync, step, step=step))
@@ -84,19 +84,19 @@ async def _publishes(process: RunProcess, step: int) -> bool:
 
 
 async def follow(
-    process: RunProcess, take: Callable[[Log, str, ev.Event], Awaitable[None]], *,
+    process: RunProcess, handle: Callable[[Log, str, ev.Event], Awaitable[None]], *,
     idle: Callable[[], None] = lambda: None,
 ) -> None:
-    """Read the log until cancelled: call `take(log, stream, event)` for each event of the run after `process.position`.
+    """Read the log until cancelled, and call `handle(log, stream, event)` for each of the run's new events.
 
-    These are the events by which the run's two processes, explorer and trainer, learn of each other. `idle` is called
-    between reads. Raises NotRunning if the actor system is gone.
+    By these events the explorer's and the trainer's process learn of each other's steps. It begins after
+    `process.position`, and calls `idle` between reads. Raises NotRunning if the actor system is gone.
     """
     log, position = process.rollouts.client.log, process.position
     last_check = time.monotonic()
     while True:
         for recorded in await asyncio.to_thread(_new_events, log, position):
-            await take(log, recorded.stream, recorded.event)
+            await handle(log, recorded.stream, recorded.event)
             position = recorded.position
         idle()
         if time.monotonic() - last_check > CHECK_SECONDS:
@@ -110,9 +110,9 @@ def _new_events(log: Log, after: int) -> list[Recorded]:
 
 
 async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None] | None = None) -> None:
-    """Run these together until all of `needed` ended; then cancel `beside`.
+    """Run these coroutines at the same time until all of `needed` have ended, then cancel `beside`.
 
-    The first error cancels the others and is raised.
+    The first error cancels all others and is raised.
     """
     needed_tasks = [asyncio.ensure_future(coroutine) for coroutine in needed]
     beside_tasks = [asyncio.ensure_future(beside)] if beside is not None else []
@@ -164,11 +164,11 @@ class TrainerProcess(RunProcess):
         """Train until the run ends; returns the last step."""
         self._open_steps = set(self._point.open)
         self._note_generated()
-        await all_of(train_in_order(self, self.sync_weight), beside=follow(self, self._take))
+        await all_of(train_in_order(self, self.sync_weight), beside=follow(self, self._handle_event))
         return self.progress.trained
 
-    async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
-        """Note what the explorer's process did: steps and evals that it submitted or that ended, and its reading."""
+    async def _handle_event(self, log: Log, stream: str, event: ev.Event) -> None:
+        """Update progress and cursors from an event of the explorer's process, such as a step submitted or ended."""
         match event:
             case ev.BatchSubmitted(batch_type="eval"):
                 self.progress.note(evals={event.batch_id: False})
@@ -190,7 +190,7 @@ class TrainerProcess(RunProcess):
         self._note_generated()
 
     def _require_same_taskset(self, source: TasksetSource) -> None:
-        """Raise TasksetError if this process resolved the taskset before the explorer, and differently."""
+        """Raise TasksetError if this process resolved the taskset to other rows than the explorer did."""
         key = source.taskset, source.is_eval
         own_source = next((one for one in self.unrecorded if (one.taskset, one.is_eval) == key), source)
         compared_fields = ("subset", "revision", "rows", "order")
@@ -201,6 +201,6 @@ class TrainerProcess(RunProcess):
             )
 
     def _note_generated(self) -> None:
-        """Note up to which step all are generated, from the open ones, and whether further steps will be submitted."""
+        """Set `progress.generated` to the step before the first open one, and `progress.ended`."""
         first_open_step = min(self._open_steps, default=self.step + 1)
         self.progress.note(generated=first_open_step - 1, ended=not self.has_more(self.step, self.cursors))

@@ -1,6 +1,6 @@
-"""Waiting of a run while the log can't be written: a full disk pauses a run and does not end it.
+"""Retries of a run while the log can't be written, so that a full disk pauses the run and does not end it.
 
-Other callers get LogUnavailable at once. A run tries again, and logs the reason of its wait.
+Other clients get LogUnavailable at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from trinity_es.events.errors import LogUnavailable, TrinityError
 from trinity_es.events.store.database.retry import Backoff
 
-__all__ = ["log_trouble", "when_written"]
+__all__ = ["log_trouble", "retry_until_written"]
 
 T = TypeVar("T")
 
@@ -26,8 +26,8 @@ STATUS_SECONDS = 3.0
 _LOG = logging.getLogger("trinity_es.run")
 
 
-async def when_written(ask: Callable[[], Awaitable[T]]) -> T:
-    """Call `ask` until it doesn't raise LogUnavailable, which is logged once, and return its answer."""
+async def retry_until_written(ask: Callable[[], Awaitable[T]]) -> T:
+    """Repeat `ask` as long as it raises LogUnavailable, and return its answer. The first such error is logged."""
     pauses = Backoff(*PAUSE_SECONDS)
     has_waited = False
     while True:
@@ -45,7 +45,7 @@ async def when_written(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def log_trouble(status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Log once, from the system's `status`, that something can't be written, and once when it can again. Never ends."""
+    """Poll the system's `status` forever; log when it begins to have trouble writing, and when that is over."""
     logged_text = ""
     while True:
         await asyncio.sleep(STATUS_SECONDS)

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible proxy before all engines of a system, which records what they answer."""
+"""The OpenAI-compatible proxy in front of a system's engines, which records their answers as experiences."""

@@ -1,4 +1,4 @@
-"""Requests and responses of the proxy: JSON, with errors in OpenAI's or Anthropic's form, depending on the route."""
+"""Requests and responses of the proxy: JSON, and errors in OpenAI's or Anthropic's form, depending on the route."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["api_error", "conversation_keys", "error_response", "message_of", "read_object", "require_local"]
+__all__ = ["api_error", "conversation_keys", "error_message", "error_response", "read_object", "require_local"]
 
-MOST_SESSION = 100
-"""Maximum length of a session's name that is kept as it is; a longer one is replaced by its digest."""
+MAX_SESSION_LENGTH = 100
+"""Maximum length of a session's name in characters. A longer name is replaced by its digest."""
 _log = logging.getLogger(__name__)
 
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
-    """Return a request's JSON object. With `fields`, refuses other fields and duplicates. Raises ApiError."""
+    """Parse a request's JSON object. If `fields` is given, other fields and duplicates are refused. Raises ApiError."""
     body = json_object(raw)
     if fields is None:
         return body
@@ -41,32 +41,33 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
     unknown_fields = sorted(set(body) - fields)
     if unknown_fields:
         field = unknown_fields[0]
-        raise ApiError(f"{field}: no such field is known here", param=field, code="unknown_parameter")
+        raise ApiError(f"there is no field {field!r}: the fields of this request are {', '.join(sorted(fields))}",
+                       param=field, code="unknown_parameter")
     return body
 
 
 def require_local(request: Request) -> None:
-    """Raise ApiError if the request's Origin or Host is not this machine: a browser sent it for a foreign page.
+    """Raise ApiError if the request's Origin or Host header names another machine: then it is from another site's page.
 
-    The client itself is on this machine, since the proxy without a key listens on a loopback address.
+    The browser that sent it is on this machine, because a proxy without a key listens on a loopback address only.
     """
-    for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
+    for header, host in (("Host", request.url.hostname), ("Origin", _origin_host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):
-            raise ApiError(f"the header {header} names {host!r}, another machine, but this proxy asks for no key, so "
-                           "it serves only this machine: set explorer.proxy_without_key to false and send the "
-                           "key", status=403, code="not_local")
+            raise ApiError(f"the header {header} names another machine, {host!r}, and this proxy without a key serves "
+                           "only its own machine: set explorer.proxy_without_key to false and send the key",
+                           status=403, code="not_local")
     if request.headers.get("sec-fetch-site") == "cross-site":
-        raise ApiError("this proxy asks for no key, so it refuses requests from web pages of other sites: set "
+        raise ApiError("this proxy without a key refuses requests from web pages of other sites: set "
                        "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
 
 
-def _host(origin: str | None) -> str | None:
-    """Return the host name in an Origin header; the whole header if it has none, such as "null"."""
+def _origin_host(origin: str | None) -> str | None:
+    """Return the host name in an Origin header, or the whole header if it has no host (such as "null")."""
     return None if origin is None else urlsplit(origin).hostname or origin
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the error that a client gets for an exception."""
+    """Convert an exception to the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AnswerNotFound):
@@ -84,28 +85,28 @@ def api_error(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """Return an error in the form of this route's API."""
+    """Return the response for an error, in the form of the API of this path (OpenAI's or Anthropic's)."""
     response = json_response(error_body(error, path), error.status)
     if error.code == "engines_lost":
-        response.headers["x-should-retry"] = "false"  # else openai's and Anthropic's clients retry twice
+        response.headers["x-should-retry"] = "false"  # else OpenAI's and Anthropic's clients retry twice
     return response
 
 
-def message_of(data: bytes) -> str:
-    """Return the message in the body of an error response; the first 200 bytes of another body."""
+def error_message(data: bytes) -> str:
+    """Return the error message in a response's body; the first 200 bytes if the body has no message."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")
 
 
 def conversation_keys(body: Mapping[str, Any], session: str | None) -> tuple[list[str], list[str]]:
-    """Return the keys that an earlier request of the conversation may have left, and the keys that this one leaves.
+    """Return keys for routing a conversation to one engine: (keys to look up, keys to store for the next request).
 
-    The key is the client's session if it names one, else a hash of the messages: those before the last answer were
-    an earlier request.
+    If the client names a session, the key is the session. Otherwise it is a hash of the messages. The messages before
+    the last answer are those of the previous request, so their hash is looked up.
     """
     if session:
-        if len(session) > MOST_SESSION:
+        if len(session) > MAX_SESSION_LENGTH:
             session = hashlib.sha256(session.encode()).hexdigest()
         return [f"session/{session}"], [f"session/{session}"]
     messages = body.get("messages")

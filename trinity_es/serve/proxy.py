@@ -1,13 +1,14 @@
-"""Mode `serve`: an OpenAI-compatible proxy over the engines, whose answers become experiences.
+"""Proxy of mode `serve`: an OpenAI-compatible API in front of the engines. Each answer becomes an experience.
 
 docs/SERVING.md lists the routes. Clients send `Proxy.api_key` as `Authorization: Bearer <key>` or `x-api-key`. With
 `explorer.proxy_without_key` no key is needed, but requests from pages of other sites are refused. The id of a response
-(`chatcmpl-...`) is its message id. An answer is recorded before its client gets the end of it, so a reward can be
-posted for it even after a crash.
+(`chatcmpl-...`) is its message id. An answer is recorded before its client gets the end of the answer, so rewards can
+be posted even after a crash.
 
-A request goes to the least busy engine, and a conversation to the engine that served it before (identified by the
-header `X-Session-Id`, else by its messages). An engine that is loading weights gets no new requests. If an engine dies
-before the first byte of an answer, the request goes to a second engine, but not to a third; without an engine it waits.
+A request goes to the least busy engine. A later request of a conversation (with the same header `X-Session-Id`, else
+with the same earlier messages) goes to the same engine. An engine that is loading weights gets no new requests. If an
+engine dies before the first byte of an answer, a second engine gets the request, but never a third. While no engine
+serves, requests wait.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ from trinity_es.events.experience import LARGEST_REWARD
 from trinity_es.serve.http_messages import (
     api_error,
     conversation_keys,
+    error_message,
     error_response,
-    message_of,
     read_object,
     require_local,
 )
@@ -73,14 +74,14 @@ T = TypeVar("T")
 
 
 def api_key(config: Config) -> str:
-    """Return the key for clients of this config's proxy, derived one-way from the system's key. Raises WrongKey."""
+    """Return the API key for clients of the proxy, derived one-way from the system's key. Raises WrongKey."""
     return "sk-" + hmac.digest(read_key(running_system.key_file(config)), b"trinity-es proxy", "sha256").hex()
 
 
 class Proxy:
-    """HTTP proxy in front of the engines of a running system; it runs on the event loop that starts it.
+    """HTTP proxy in front of the engines of a running system. It runs on the event loop that starts it.
 
-    The constructor raises WrongKey if there is no key, or if another user could have read it.
+    The constructor raises WrongKey if there is no system key, or if another user could have read the key.
     """
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
@@ -89,16 +90,16 @@ class Proxy:
         """Base URL for clients, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
         self.engines = EnginePool()
         self.requests = 0
-        """Number of requests for answers; those neither answered nor failed are in flight."""
+        """Number of requests for answers. Those neither `answered` nor `failed` are in flight."""
         self.answered = 0
-        """Number of requests that got a whole answer."""
+        """Number of requests whose answer was sent completely."""
         self.failed = self.commits = 0
         self._recorder = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
-        """Name by which the coordinator tells this proxy from others."""
+        """Unique name of this proxy for the coordinator."""
         self._headers = {"authorization": f"Bearer {engine_token(read_key(running_system.key_file(config)))}"}
         self._patience = config.explorer.max_timeout
-        """Seconds that a request may wait for an engine, and for each part of its answer."""
+        """How long a request may wait for an engine, and then for each part of the answer, in seconds."""
         self._attempts = 1 + config.explorer.max_retry_times
         self._background_tasks: set[asyncio.Task[Any]] = set()
         self._requests_in_flight: set[asyncio.Task[Any]] = set()
@@ -109,31 +110,31 @@ class Proxy:
 
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Listen; return when requests can be answered. Raises StartupError."""
+        """Start the HTTP server and the background tasks. Raises StartupError."""
         explorer = self.config.explorer
         tls = tls_options(explorer.proxy_tls.cert, explorer.proxy_tls.key)
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
         listening = listen(explorer.listen_address, explorer.proxy_port, "the proxy",
                            ": change explorer.listen_address or explorer.proxy_port")
         self._start_task(self._recorder.run())
-        stop_seconds = STOP_SECONDS + 3  # `stop` ends requests before that
+        stop_seconds = STOP_SECONDS + 3  # `stop` ends requests earlier
         self._server = make_server(make_app(self._routes()), stop_seconds, **tls)
         self._serving = await start_serving(self._server, listening)
         self.base_url = f"{url_of(listening, bool(tls))}/v1"
         self._start_task(self._follow_engines())
 
     def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run this beside the requests, until it ends or `stop` cancels it."""
+        """Run a coroutine in the background until it ends or `stop` cancels it."""
         task = asyncio.create_task(work)
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
 
-    async def finished(self) -> None:
-        """Wait until the server's task ends, which it does only after `stop` or an error."""
+    async def wait_finished(self) -> None:
+        """Wait until the server has ended, after `stop` or an error."""
         await asyncio.wait({self._serving})
 
     async def stop(self) -> None:
-        """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
+        """Stop the proxy. Requests in flight may end within STOP_SECONDS; then they are cancelled. Idempotent."""
         if self._server is not None:
             stop_serving(self._server)
             _, pending = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
@@ -148,7 +149,7 @@ class Proxy:
         self._recorder.close()
 
     def _cut_off_requests(self) -> None:
-        """Cancel the requests in flight: each client gets an error, as a response or at the end of its stream."""
+        """Cancel the requests in flight. Each client gets an error, as a response or at the end of its stream."""
         self._is_ending = True
         for task in self._requests_in_flight:
             task.cancel()
@@ -157,7 +158,7 @@ class Proxy:
                          STOP_SECONDS)
 
     def _cut_off_error(self, error: asyncio.CancelledError) -> ApiError:
-        """Return the error for a client whose request `stop` cancelled; raise `error` again if it was not `stop`."""
+        """Return the error for the client of a request that `stop` cancelled. Raises any other cancellation again."""
         task = asyncio.current_task()
         if not self._is_ending or task is None:
             raise error
@@ -165,7 +166,7 @@ class Proxy:
         return ApiError("the request was cut off: trinity-es serve ends", status=503, code="proxy_ends")
 
     async def _follow_engines(self) -> None:
-        """Keep the table of engines equal to the coordinator's; it stays as it is while no coordinator answers."""
+        """Update the table of engines whenever the coordinator's changes; while no coordinator answers, keep it."""
         table_version = -1
         while True:
             try:
@@ -181,17 +182,17 @@ class Proxy:
 
     # --- routes -----------------------------------------------------------------------------------------------------
     def _routes(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield path, method and handler of each route; all but /health check the key."""
+        """Yield (path, method, handler) of each route. All routes but /health check the key."""
         yield "/health", "GET", self._health
         for path, method, handler in (
-            *((path, method, self._generate if method == "POST" else self._read) for method, path in ROUTES),
+            *((path, method, self._generate if method == "POST" else self._forward_get) for method, path in ROUTES),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
-            yield path, method, self._guarded(handler)
+            yield path, method, self._with_key_check(handler)
 
-    def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        """Return a handler that checks the key first, and answers errors in the form of the route's API."""
+    def _with_key_check(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
+        """Wrap a handler: check the key before it, and turn its errors into responses of the route's API."""
         expected = f"Bearer {self.api_key}".encode()
 
         async def handle(request: Request) -> Response:
@@ -199,7 +200,7 @@ class Proxy:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
                 elif not hmac.compare_digest(bearer_header(dict(request.scope["headers"])), expected):
-                    raise ApiError("the key is missing or wrong: give the one that trinity-es serve printed, as "
+                    raise ApiError("the API key is missing or wrong: send the key that trinity-es serve printed, as "
                                    "Authorization: Bearer <key> or x-api-key: <key>", status=401,
                                    code="invalid_api_key")
                 return await handler(request)
@@ -211,7 +212,7 @@ class Proxy:
         return handle
 
     async def _health(self, request: Request) -> Response:
-        """Answer with the number of serving engines and of connections; status 503 if no engine serves."""
+        """Answer with the numbers of serving engines and of connections. The status is 503 if no engine serves."""
         engine_count = sum(engine.serving for engine in self.engines.all())
         server = self._server
         if not engine_count:
@@ -225,7 +226,7 @@ class Proxy:
         return json_response(health, 200 if engine_count else 503)
 
     async def _stats(self, request: Request) -> Response:
-        """Answer with the engines, and with numbers of requests and of recorded answers."""
+        """Answer with the engines and the numbers of requests and recorded answers."""
         engines = [
             {"runner": engine.runner, "incarnation": engine.incarnation, "model_version": engine.model_version,
              "serving": engine.serving, "busy": engine.open_count,
@@ -238,7 +239,7 @@ class Proxy:
                               "answers": answers})
 
     async def _metrics(self, request: Request) -> Response:
-        """Answer with the metrics that Trinity-RFT's proxy has under these names."""
+        """Answer with the metrics of Trinity-RFT's proxy, under its names."""
         counts = await self._recorder.ask(CountAnswers())
         metrics: dict[str, Any] = {
             "rollout/total_experience_count": sum(counts.values()),
@@ -252,7 +253,7 @@ class Proxy:
         return json_response(metrics)
 
     async def _feedback(self, request: Request) -> Response:
-        """Reward recorded answers. Raises ApiError, which names the wrong field."""
+        """Record a reward for answers (POST /feedback). Raises ApiError, which names a wrong field."""
         body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
         messages, reward = body.get("msg_ids"), body.get("reward")
         task, run = body.get("task_id"), body.get("run_id")
@@ -262,14 +263,14 @@ class Proxy:
             raise ApiError(f"msg_ids has an id of {longest:,} characters: an id has {NAME_LENGTH} at most",
                            param="msg_ids", code="invalid_value")
         if sum(map(len, messages)) > LIMIT // 2:
-            raise ApiError(f"msg_ids has {len(messages)} ids, too many for one request: post them in several "
-                           "requests", param="msg_ids")
+            raise ApiError(f"msg_ids has {len(messages)} ids, which are too long for one request: post them in several",
+                           param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
             raise invalid_field("reward", reward, "a finite number, of 1e30 at most")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
             raise invalid_field("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
-            if any("\0" in value for value in texts):  # PostgreSQL stores no NUL in a text
+            if any("\0" in value for value in texts):  # PostgreSQL can't store NUL in a text
                 raise invalid_field(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise invalid_field("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
@@ -278,22 +279,23 @@ class Proxy:
         return json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
-        """Deliver the rewarded answers to the pipeline, and answer with their numbers."""
+        """Send the rewarded answers through the pipeline, and answer with the numbers of answers and experiences."""
         delivered = await self._recorder.ask(DeliverAnswers())
         self.commits += 1
         return json_response({"status": "success", **delivered})
 
-    async def _read(self, request: Request) -> Response:
-        """Answer a GET request, such as for the list of models, with what an engine answers."""
+    async def _forward_get(self, request: Request) -> Response:
+        """Forward a GET request, such as for the list of models, to an engine, and answer with its response."""
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
             if _is_engine_failure(response.status_code):
-                raise EngineFailed(message_of(response.content))
-            return _response(response.content, response.status_code, {"content-type": "application/json"})
+                raise EngineFailed(error_message(response.content))
+            return _make_response(response.content, response.status_code, {"content-type": "application/json"})
 
-        return await self._on_an_engine(ask, [])
+        return await self._ask_an_engine(ask, [])
 
     async def _generate(self, request: Request) -> Response:
+        """Forward a request for tokens to an engine, record the answer, and return it."""
         try:
             raw = await read_body(request)
         except Gone:
@@ -307,7 +309,7 @@ class Proxy:
         headers = {**self._headers, "content-type": "application/json", WANTED: "1"}
 
         async def ask(engine: Backend) -> Response:
-            # No limit on the answer's size: the runner has limited it already and holds it in memory.
+            # No limit on the answer's size, because the runner has limited it.
             sent = self._http.build_request(
                 "POST", engine.endpoint + path, content=raw, headers=headers, extensions=size_limit(sys.maxsize)
             )
@@ -316,26 +318,25 @@ class Proxy:
             try:
                 answer, status = read_frames(response.aiter_raw()), response.status_code
                 if WANTED not in response.headers:
-                    raise EngineFailed("the engine's server did not answer as a runner's does: it may be "
-                                       "another program")
+                    raise EngineFailed("the engine's server did not answer like a runner's: it may be another program")
                 if _is_engine_failure(status):
-                    raise EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
-                passed = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
+                    raise EngineFailed(error_message(b"".join([part async for kind, part in answer if kind == "b"])))
+                passed = {name: value for name, value in response.headers.items() if name in _FORWARDED_HEADERS}
                 if status < 400:
                     self.engines.remember(own_keys, engine)
                 if passed.get("content-type", "").startswith("text/event-stream") and status == 200:
-                    stream = await self._stream(response, answer, passed, engine, path)
+                    stream = await self._start_stream(response, answer, passed, engine, path)
                     streaming = True
                     return stream
                 received = [frame async for frame in answer]
                 parts = [data for kind, data in received if kind == "b"]
                 if not parts:
                     raise EngineFailed("the engine's answer has no body")
-                for kind, data in received:  # only now that it is whole: a request that is retried is recorded once
+                for kind, data in received:  # only a complete answer, so that a retried request is recorded once
                     if kind == "r":
                         await self._record(data, engine)
                 engine.answer_count += 1
-                return _response(b"".join(parts), status, passed)
+                return _make_response(b"".join(parts), status, passed)
             finally:
                 if not streaming:
                     await response.aclose()
@@ -343,9 +344,9 @@ class Proxy:
         self.requests += 1
         if (task := asyncio.current_task()) is not None:
             self._requests_in_flight.add(task)
-            task.add_done_callback(self._requests_in_flight.discard)  # when all is sent
+            task.add_done_callback(self._requests_in_flight.discard)  # when the whole answer is sent
         try:
-            answer = await run_until_disconnect(request.receive, self._on_an_engine(ask, earlier_keys))
+            answer = await run_until_disconnect(request.receive, self._ask_an_engine(ask, earlier_keys))
         except BaseException:
             self.failed += 1
             raise
@@ -353,7 +354,7 @@ class Proxy:
         return answer
 
     async def _record(self, data: bytes, engine: Backend) -> None:
-        """Record an answer from its engine's record frame. Raises EngineError if the frame is malformed."""
+        """Record an answer from the frame that its engine sent. Raises EngineError if the frame is malformed."""
         try:
             answer = recorded_completion(*parse_record(data), engine)
         except (LookupError, TypeError, ValueError) as e:
@@ -361,23 +362,23 @@ class Proxy:
         await self._recorder.record(answer)
 
     # --- engines ----------------------------------------------------------------------------------------------------
-    async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
-        """Return the result of `ask` for an engine; if that engine fails, for another one. Raises ApiError."""
+    async def _ask_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
+        """Call `ask` for an engine, and for another one if that engine fails; return the result. Raises ApiError."""
         try:
             return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
         except NoEngine as e:
             if e.lost < MAX_LOST:
                 raise ApiError(str(e), status=503, code="no_engine") from e
             raise ApiError(
-                f"{e.lost} engines were lost while they answered this request ({e}), so no other engine gets it: the "
-                "request may be what ends them; see `trinity-es runners`", status=500, code="engines_lost",
+                f"{e.lost} engines were lost while they answered this request ({e}), so it may be the cause, and no "
+                "other engine gets it: see `trinity-es runners`", status=500, code="engines_lost",
             ) from e
 
-    async def _stream(
+    async def _start_stream(
         self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
         engine: Backend, path: str,
     ) -> Response:
-        """Return a stream of an engine's answer, once its first part is there. Its end is counted as an answer."""
+        """Wait for the first part of an engine's answer, and return the stream to the client. Counts it at its end."""
         from starlette.responses import StreamingResponse
 
         parts = self._record_before_end(answer, engine)
@@ -394,11 +395,11 @@ class Proxy:
                     await super().__call__(scope, receive, send)
                 except asyncio.CancelledError as e:
                     await send({"type": "http.response.body", "body": place.last_event(proxy._cut_off_error(e))})
-                finally:  # not in the generator: one that never started runs no finally
+                finally:  # not in the generator, whose `finally` does not run if it was never started
                     engine.open_count -= 1
                     proxy.answered += is_whole.is_set()
                     proxy.failed += not is_whole.is_set()
-                    proxy._start_task(response.aclose())  # not awaited: the client may be gone, and this be cancelled
+                    proxy._start_task(response.aclose())  # not awaited: a cancellation by the client would break it off
 
         engine.open_count += 1
         return Stream(self._stream_parts(first, parts, engine, place, is_whole), headers=headers)
@@ -406,7 +407,7 @@ class Proxy:
     async def _record_before_end(
         self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend
     ) -> AsyncGenerator[bytes]:
-        """Yield the parts of an answer's body, and record the answer before its last part."""
+        """Yield the parts of an answer's body. The answer is recorded before its last part."""
         async for kind, data in answer:
             if kind == "r":
                 await self._record(data, engine)
@@ -416,7 +417,7 @@ class Proxy:
     async def _stream_parts(
         self, first: bytes, parts: AsyncGenerator[bytes], engine: Backend, place: StreamPlace, is_whole: asyncio.Event
     ) -> AsyncGenerator[bytes]:
-        """Yield the parts of a stream, and set `is_whole` at its end; if the engine fails, yield an error event."""
+        """Yield the parts of a stream and set `is_whole` at its end. If the engine fails, yield an error event."""
         import httpx
 
         place.count(first)
@@ -429,20 +430,21 @@ class Proxy:
             is_whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):
-                e = EngineError(f"{engine.runner} ended in the middle of this stream ({str(e) or type(e).__name__})")
+                e = EngineError(f"{engine.runner} ended in the middle of this stream ({str(e) or type(e).__name__}): "
+                                "send the request again")
             yield place.last_event(api_error(e))
 
 
 def _is_engine_failure(status: int) -> bool:
-    """Return True for a status with which another engine may be tried: 5xx, or 401 (it has another key)."""
+    """Return True if another engine may be tried after this status: 5xx, or 401 (the engine has another key)."""
     return status >= 500 or status == 401
 
 
-_PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
-"""Headers of an engine's answer that are passed on to the client."""
+_FORWARDED_HEADERS = frozenset({"content-type", "cache-control", "x-model-version"})
+"""Headers of an engine's answer that the client gets."""
 
 
-def _response(body: bytes, status: int, headers: dict[str, str]) -> Response:
+def _make_response(body: bytes, status: int, headers: dict[str, str]) -> Response:
     from starlette.responses import Response
 
     return Response(body, status_code=status, headers=headers)

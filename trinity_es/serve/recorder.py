@@ -1,7 +1,7 @@
 """Recorder of the proxy of mode `serve`: it sends answers, as experiences with exact token ids, to the coordinator.
 
-Answers are written in groups: one payload with all experiences, and one command that refers to it. An answer is
-recorded before its client gets the end of it, so a client that has a message id can always post a reward for it.
+Answers are written in groups: one payload with all experiences, and one command that refers to the payload. An answer
+is recorded before its client gets the end of the answer, so the client can always post a reward for a message id.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from trinity_es.events.vocabulary import Answer, PayloadRef
 
 __all__ = ["CompletionRecorder", "RecordedCompletion", "recorded_completion"]
 
-MOST_ANSWERS = 256
-"""Maximum number of answers in a command, which keeps it well under the limit of a message."""
+MAX_ANSWERS = 256
+"""Maximum number of answers in a command, so that the command stays far below the size limit of a message."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCompletion:
-    """Answer to record, whose payload is not written yet."""
+    """Answer to record, with experiences that are not in the payload store yet."""
 
     answer: Answer
     experiences: list[Experience]
 
 
 class CompletionRecorder:
-    """The coordinator's commands for answers, for an event loop on which `run` is running."""
+    """Records answers through the coordinator. The event loop of its callers has to run `run`."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="proxy")
         self._commit_pool = ThreadPoolExecutor(2, thread_name_prefix="commit")
-        """Threads for commits, which wait for the pipeline and so must not keep other commands waiting."""
+        """Threads of their own for commits, which wait for the pipeline and would block other commands."""
         self._queue: asyncio.Queue[tuple[RecordedCompletion, asyncio.Future[None]]] = asyncio.Queue()
-        """Answers to write, each with the future of its caller."""
+        """Answers to write, each with the future that its caller awaits."""
 
     async def ask(self, command: Command[T]) -> T:
-        """Return the coordinator's answer to a command. Raises the coordinator's errors."""
+        """Send the coordinator a command and return its answer. Raises the coordinator's errors."""
         pool = self._commit_pool if isinstance(command, DeliverAnswers) else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, lambda: self._client.request(command))
 
     async def record(self, completion: RecordedCompletion) -> None:
-        """Record an answer; return when it is durable. Raises the log's errors."""
+        """Record an answer, and return when it is durable. Raises the log's errors."""
         recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((completion, recorded))
         await recorded
 
     async def run(self) -> None:
-        """Write the queue, group by group: while one group is written the next one gathers."""
+        """Write queued answers for ever, group by group. The next group collects while one is written."""
         while True:
             group = [await self._queue.get()]
-            while len(group) < MOST_ANSWERS and not self._queue.empty():
+            while len(group) < MAX_ANSWERS and not self._queue.empty():
                 group.append(self._queue.get_nowait())
             completions = [completion for completion, _ in group]
             writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, completions)
             await asyncio.wait({writing})
             error = writing.exception()
             for _, recorded in group:
-                if recorded.done():  # its client is gone
+                if recorded.done():  # its client has disconnected
                     continue
                 if error is None:
                     recorded.set_result(None)
@@ -94,7 +94,7 @@ class CompletionRecorder:
 
 
 def recorded_completion(record: Record, payload: bytes, engine: Backend) -> RecordedCompletion:
-    """Return an engine's answer to record, from the record that its server sent with it. Raises EngineError."""
+    """Build the answer to record from the record and experiences that an engine's server sent. Raises EngineError."""
     try:
         experiences = Experience.deserialize_many(payload) if payload else []
     except TrinityError as e:

@@ -1,1 +1,1 @@
-"""The processes of one store's system: found, started, watched and ended."""
+"""Starting, finding, watching and ending the processes of a store's actor system."""

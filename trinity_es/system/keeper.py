@@ -1,17 +1,17 @@
-"""The keeper: a process that has the actor system started, and started again when its guardian or its admin died.
+"""The keeper: a process that starts the actor system, and starts it again when its guardian or admin has died.
 
 Nothing else restarts the guardian, or Thespian's admin above it. If either dies, the whole system ends (children die
-with their parent, the admin with its guardian). Then the keeper, which is no actor, has what is left ended and the
-system started again on the same store. An orderly `down` ends it.
+with their parent, the admin with its guardian). The keeper, which is not an actor, then ends the remaining processes
+and starts the system again on the same store. `trinity-es down` ends the keeper.
 
-A suspended or hung admin or guardian counts as dead: the keeper knocks at both every few seconds (`frames.knock`), and
+A suspended or hung admin or guardian counts as dead: the keeper probes both every few seconds (`frames.knock`), and
 ends the system if one is silent for `system.heartbeat_timeout`. If the keeper itself was suspended, perhaps with
 the whole machine, both get that time again.
 
-It lives as long as the system, so it holds neither the config's classes nor the database's: a process of its own
-(`keeper_start.py`) makes each start. `lifecycle.start` sends the config by standard input, so that no password is on a
-command line or in a file. The answer goes to standard output, as a pickle, with the admin or the error of the first
-start. The log of both is `keeper.log`.
+The keeper lives as long as the system, so it stays small: a child process (`keeper_start.py`) imports the config and
+the database and makes each start. `lifecycle.start` sends the config by standard input, so that no password is on a
+command line or in a file. The keeper answers on standard output with a pickle of the admin or of the error of the first
+start. Keeper and child log to `keeper.log`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from trinity_es.events.store.checks.host_memory import Claim, Memory, claim_to_d
 __all__ = ["main"]
 
 KNOCK_SECONDS = 2.0
-"""Interval between two knocks at the same process, and the wait for an answer."""
+"""Interval between two probes of the same process, and the wait for an answer."""
 AGAIN_SECONDS = 5.0
-"""Pause after a start whose process was killed, or could not begin."""
+"""Pause after a start whose child process was killed or could not begin."""
 STOOD_STILL_SECONDS = 2.0
-"""Delay of one step of this process, in seconds, from which it counts as suspended."""
+"""Seconds that a round of probes must be late for the keeper to count as suspended."""
 
 _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(system: Mapping[str, Any], remember: Callable[[], None]) -> str:
-    """Wait until the system or its owner has ended, or kill a hanging system. Return the reason."""
+    """Wait until the system or its owner ends, or kill a hanging system; return the reason. Calls `remember` often."""
     admin, addresses, limit = system["admin"], system["addresses"], system["heartbeat_timeout"]
     pids = {"admin": admin["pid"], "guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
@@ -88,7 +88,7 @@ def _wait_for_end(system: Mapping[str, Any], remember: Callable[[], None]) -> st
 
 
 def _is_answering(key_file: str, addresses: list[tuple[str, int]]) -> bool:
-    """Return True if the process that listens at these addresses handles messages, or if its key can't be read."""
+    """Return whether the process at these addresses answers a probe. Also True if the key to ask it can't be read."""
     try:
         key = read_key(key_file)
     except WrongKey as e:
@@ -97,14 +97,16 @@ def _is_answering(key_file: str, addresses: list[tuple[str, int]]) -> bool:
     return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in addresses)
 
 
-def _keep(config: Mapping[str, Any], system: dict[str, Any], keeper: Mapping[str, Any], policy: Policy) -> None:
-    """Have the system started again whenever it has died, with growing pauses, until it is no longer needed."""
+def _restart_while_needed(
+    config: Mapping[str, Any], system: dict[str, Any], keeper: Mapping[str, Any], policy: Policy
+) -> None:
+    """Start the system again whenever it has died, with growing pauses, until it is no longer needed."""
     short_life_count, born_at = 0, time.monotonic()
     memory = Memory(Path(system["memory"]), "")
-    claims: list[Claim] = []  # the newest about each generation of the log: how far this host knows that it was written
+    claims: list[Claim] = []  # for each generation of the log the newest: how far this host knows that it was written
 
     def remember() -> None:
-        """Copy the newest claims from this host's memory: its file may be deleted or set back before a start."""
+        """Copy the newest claims from this host's memory file, which may be deleted or set back before a start."""
         in_order = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
         claims[:] = {claim.mark.generation: claim for claim in in_order}.values()
 
@@ -116,18 +118,18 @@ def _keep(config: Mapping[str, Any], system: dict[str, Any], keeper: Mapping[str
             "claims": [claim_to_dict(claim) for claim in claims],
             "pause": coordinator_pause(policy, short_life_count, random.random()),
         }
-        code, new_system = _in_child(request)
+        code, new_system = _run_start(request)
         while code != 0:
             _log.error("the start ended with status %d; once more in %.0f s", code, AGAIN_SECONDS)
             time.sleep(AGAIN_SECONDS)
-            code, new_system = _in_child(request)
+            code, new_system = _run_start(request)
         if new_system is None:
             return
         system, born_at = new_system, time.monotonic()
 
 
-def _in_child(request: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """Make a start in a process of its own; return its exit status and its answer, None if it has none."""
+def _run_start(request: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Run `keeper_start` with this request in a child process. Return its exit status and its answer, if any."""
     process = subprocess.run(
         [sys.executable, "-m", "trinity_es.system.keeper_start"], input=json.dumps(request).encode(),
         stdout=subprocess.PIPE, check=False,
@@ -136,11 +138,11 @@ def _in_child(request: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
 
 
 def main() -> int:
-    """Have the system started that standard input asks for, answer, and keep it running; return the exit status."""
+    """Start the system of the request on standard input, answer, and keep it running. Return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     keeper = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
-    _, answer = _in_child({**request, "keeper": keeper})
+    _, answer = _run_start({**request, "keeper": keeper})
     if answer is None:
         return 1
     with os.fdopen(os.dup(1), "wb") as pipe:
@@ -148,7 +150,7 @@ def main() -> int:
     os.dup2(2, 1)  # closes the pipe, so that the starter sees the end of the answer
     if "admin" not in answer:
         return 1
-    _keep(request["config"], answer, keeper, Policy())
+    _restart_while_needed(request["config"], answer, keeper, Policy())
     return 0
 
 

@@ -1,7 +1,8 @@
-"""One start of a system for its keeper, in a process that ends with it: first, or again after the system has died.
+"""One start of a system for its keeper: the first, or a restart after the system has died. Ends after the start.
 
-The request comes by standard input, as JSON. The answer goes to standard output: what the keeper watches, and for a
-first start `outcome`, a pickle of the admin or of the error; null if the system is not needed any more.
+The request comes as JSON on standard input. The answer on standard output is a JSON object with the facts that the
+keeper watches the system by. A first start adds `outcome`, a pickle of the admin or of the error. The answer is null
+if the system is no longer needed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from trinity_es.system.leftovers import end_leftovers
 __all__ = ["main"]
 
 END_SECONDS = 40.0
-"""Seconds in which a system may end by itself before its keeper ends it."""
+"""Seconds that a system gets to end by itself before its keeper kills it."""
 
 _log = logging.getLogger("trinity_es.system.keeper")
 
 
-def _watched(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
-    """Return what the keeper needs to know of a running system."""
+def _watch_facts(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts by which the keeper watches a running system: pids, addresses, files, timeout."""
     return {
         "admin": admin, "addresses": {name: listening_addresses(admin[key]) for name, key in _PROCESSES.items()},
         "key_file": running_system.key_file(config), "heartbeat_timeout": config.system.heartbeat_timeout,
@@ -46,41 +47,41 @@ _PROCESSES = {"admin": "pid", "guardian": "guardian"}
 """Key of each watched process's pid in the admin's record."""
 
 
-def _first(config: Config, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Start the system; return what the keeper watches and the outcome, or only the outcome if it is an error."""
+def _first_start(config: Config, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Start the system for the first time, and return the answer for the keeper. An error is in `outcome`."""
     outcome: dict[str, Any] | Exception
     try:
         outcome = lifecycle.start_here(
             config, create=request["create"], owner=request["owner"], keeper=request["keeper"])
     except Exception as e:
         outcome = e
-    watched = {} if isinstance(outcome, Exception) else _watched(config, outcome)
+    watched = {} if isinstance(outcome, Exception) else _watch_facts(config, outcome)
     return {**watched, "outcome": base64.b64encode(pickle.dumps(outcome)).decode()}
 
 
-def _again(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Start a system again that has died, or end what is left of one that nobody needs; return what to watch."""
+def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Restart a dead system, and return the answer for the keeper. If no longer needed, end it and return None."""
     admin = request["admin"]
     if reason := _reason_to_stop(config, admin):
         _log.warning("the system ends: %s", reason)
-        _end(admin)
+        _end_system(admin)
         return None
     _log.warning("%s; next start in %.1f s", request["cause"], request["pause"])
     time.sleep(request["pause"])
-    new_admin = _start_again(config, admin, request["keeper"], claims_of(request["claims"]))
+    new_admin = _start_with_retries(config, admin, request["keeper"], claims_of(request["claims"]))
     if new_admin is None:
         return None
     _log.warning("the system is up again: admin %s", new_admin["pid"])
-    return _watched(config, new_admin)
+    return _watch_facts(config, new_admin)
 
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
-    """Return why no system is needed on this store any more: its owner or its store is gone; "" if one is needed."""
+    """Return why the store needs no system any more (its owner or the store is gone); "" if it needs one."""
     return owner_end_reason(admin.get("owner")) or store_loss_reason(config.store.url)
 
 
-def _end(admin: dict[str, Any]) -> None:
-    """Wait for the end of a system that ends by itself, and kill what is left of it after `END_SECONDS`."""
+def _end_system(admin: dict[str, Any]) -> None:
+    """Wait until the system has ended by itself; kill the processes that still run after `END_SECONDS`."""
     if not process_lives(admin["pid"], admin["started"]):
         return
     alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
@@ -89,10 +90,10 @@ def _end(admin: dict[str, Any]) -> None:
     running_system.end(alive)
 
 
-def _start_again(
+def _start_with_retries(
     config: Config, admin: dict[str, Any], keeper: Mapping[str, Any], claims: Sequence[Claim]
 ) -> dict[str, Any] | None:
-    """Start the system again, with retries. Return its admin; None if it isn't needed or another process started it."""
+    """Try until the system is up, and return its admin; None if it is not needed or another process started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
@@ -113,12 +114,12 @@ def _start_again(
 
 
 def main() -> int:
-    """Make the start that standard input asks for, and answer; return the exit status."""
+    """Make the start that the request on standard input describes, and answer. Return the exit status."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     request = json.load(sys.stdin.buffer)
     end_with_parent(request["keeper"]["pid"])
     config = Config.from_dict(request["config"], folder="/")
-    answer = _again(config, request) if "admin" in request else _first(config, request)
+    answer = _restart(config, request) if "admin" in request else _first_start(config, request)
     json.dump(answer, sys.stdout)
     return 0
 

@@ -44,7 +44,7 @@ def launched_config(
     config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None,
     payloads_place: str | None = None,
 ) -> LaunchedConfig:
-    """Return the config for the system's processes, with values of this process that they can't look up themselves."""
+    """Return the config for the system's processes, with values that only this process knows, such as its folder."""
     return LaunchedConfig.model_validate({
         **dict(config), "memory": remembered_log_end.folder(config), "started_in": os.getcwd(), "owner": owner,
         "host": host, "payloads_place": payloads_place,
@@ -54,8 +54,8 @@ def launched_config(
 def _reserve_port(config: Config) -> socket.socket:
     """Return a socket on the address and port that the system will listen on. Raises StartupError if it can't bind.
 
-    While it is open the kernel gives that port to no other process, but the system can take it: both sockets allow
-    reuse, and this one does not listen.
+    While the socket is open, the kernel gives its port to no other process. The system can still take the port: both
+    sockets allow reuse, and this one does not listen.
     """
     address, port = config.system.address, config.system.port
     reservation = socket.socket()
@@ -72,9 +72,9 @@ def _reserve_port(config: Config) -> socket.socket:
 
 
 def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
-    """Start the system of a host that joins, which ends with this process. Return its admin, as `find_head` does.
+    """Start the actor system of a joining host, and return its admin, as `find_head` does. It ends with this process.
 
-    Raises StartupError, with the output of its processes; WrongKey, LogError.
+    Raises StartupError with the output of its processes; WrongKey, LogError.
     """
     log_dir = Path(config.system.log_dir)
     make_private_folder(log_dir)
@@ -106,7 +106,7 @@ def launch(
     config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None,
     claims: Sequence[Claim],
 ) -> dict[str, Any]:
-    """Start the processes of this store's system, and return its admin. Parameters and errors: as `start_here`."""
+    """Start the processes of this store's system, and return its admin. `start_here` explains the parameters."""
     remembered_log_end.require_remembered(config, claims)
     running = running_system.find_head(config)
     if running is not None:
@@ -114,7 +114,7 @@ def launch(
             f"an actor system runs on this store already (port {running['port']}, pid {running['pid']}): connect to "
             "it, or end it with `trinity-es down`"
         )
-    running_system.stop_keeper(config)  # of a system that is gone, which this one replaces
+    running_system.stop_keeper(config)  # the keeper of an earlier system that is gone
     if config.hosts.address:
         _require_no_other_head(config)
         if config.hosts.key_file:
@@ -148,13 +148,13 @@ def launch(
 
 
 def connections_needed(config: Config) -> int:
-    """Return how many connections a run holds to PostgreSQL at least; a trainer and each command need more."""
+    """Return the minimum number of PostgreSQL connections of a run, without those of a trainer and of commands."""
     models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
     return _BASE_CONNECTIONS + sum(model.engine_num for model in models)
 
 
 def _require_connections(config: Config, limit: int) -> None:
-    """Raise ConfigError if a run needs more connections than `limit`: its coordinator would wait for one for ever."""
+    """Raise ConfigError if a run needs more than `limit` connections: its coordinator would wait forever for one."""
     needed = connections_needed(config)
     if limit < needed:
         raise ConfigError(
@@ -175,7 +175,7 @@ SELECT least(
 
 
 def _require_no_other_head(config: Config) -> None:
-    """Raise AlreadyRunning if another head leads the run of this store; one of this host may have just ended."""
+    """Raise AlreadyRunning if another head leads this store's run for 3 s; a dead head may briefly seem to lead."""
     deadline = time.monotonic() + _FORMER_HEAD_SECONDS
     while is_led(config.store.url):
         if time.monotonic() > deadline:
@@ -188,7 +188,7 @@ def _require_no_other_head(config: Config) -> None:
 
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
-    """Start the processes in a clean interpreter, and return its exit status. Raises StartupError."""
+    """Start the system's processes from a new interpreter, and return its exit status. Raises StartupError."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY and hard_limit < LEAST_FILES:
         raise StartupError(
@@ -219,14 +219,15 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
             )
     except subprocess.TimeoutExpired:
         leftovers.end_all_leftovers(config)  # but not its keeper, which may be this process
-        raise StartupError(f"the actor system did not come up; see {output}") from None
+        raise StartupError(f"the actor system did not come up within {_LAUNCH_SECONDS + 30:.0f} s: {output} says "
+                           "more") from None
     finally:
         os.unlink(setup_path)
     return process.returncode
 
 
 def _last_lines(config: Config, lines: int = 12) -> str:
-    """Return the last `lines` lines of each text log that can tell why a start failed."""
+    """Return the last `lines` lines of each text log that may explain a failed start."""
     log_lines: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")

@@ -1,6 +1,6 @@
-"""End of a system down to its last process, whatever its state.
+"""Ending all processes of a store's system, whatever its state.
 
-Unlike `lifecycle.stop` it needs no guardian, and also finds processes of earlier lives, by the file that they print to.
+Unlike `lifecycle.stop` this needs no guardian. It also finds processes of earlier starts, by their output file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trinity_es.system import running_system
 __all__ = ["end_all_leftovers", "end_leftovers", "leftovers"]
 
 SETTLE_SECONDS = 0.3
-"""Seconds until a child shows up that was being started when its parent was killed."""
+"""Seconds until a child that was being started when its parent was killed can be found."""
 
 
 def leftovers(config: Config) -> list[psutil.Process]:
-    """Return this user's processes of any start of this store's system, except this one and its parents. Linux only."""
+    """Return the processes that any start of this store's system left, without this one and its parents. Linux only."""
     own_pids = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     processes = []
     for pid in processes_printing_to(str(running_system.output_file(config).resolve())):
@@ -33,15 +33,15 @@ def leftovers(config: Config) -> list[psutil.Process]:
 
 
 def end_leftovers(config: Config) -> int:
-    """Kill what `leftovers` returns, wait up to 10 s for its end, and return the number of killed processes.
+    """Kill the processes that `leftovers` finds, wait up to 10 s for their end, and return their number.
 
-    An engine may outlive its killed runner and admin by a moment, and holds its GPU.
+    The wait matters because an engine holds its GPU, and may outlive its killed runner by a moment.
     """
     return running_system.end(leftovers(config), 10.0)
 
 
 def end_all_leftovers(config: Config) -> int:
-    """Repeat `end_leftovers` until two rounds find no process, at most for 15 s. Return how many it killed."""
+    """Repeat `end_leftovers` until two rounds find no process, at most for 15 s. Return how many were killed."""
     killed_count = empty_rounds = 0
     deadline = time.monotonic() + 15.0
     while empty_rounds < 2 and time.monotonic() < deadline:

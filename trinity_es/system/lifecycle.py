@@ -1,4 +1,4 @@
-"""Start of a system, waiting until it is ready, and its orderly end."""
+"""Starting an actor system, waiting until it is ready, and ending it in order."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _log = logging.getLogger(__name__)
 START_LOCK_SECONDS = 120.0
 """Seconds to wait for another start in the same log folder."""
 BUCKET_SECONDS = 20.0
-"""Seconds to wait for a bucket that does not answer, as commands do."""
+"""Seconds to wait for a payload bucket that does not answer."""
 
 
 def start(
     config: Config, *, keeper: bool | None = None, detach: bool | None = None, create: bool = True
 ) -> dict[str, Any]:
-    """Start the actor system of this store in a clean interpreter. Returns when its coordinator has the lease.
+    """Start the actor system of this store, and return its admin when the coordinator has its lease.
 
-    Engines still load then (`wait_ready`). Leftovers of an earlier life, which may hold a GPU, are ended first. The
-    system ends with this process, however that ends; with `detach` it stays up until `trinity-es down`. `keeper` and
-    `detach` override `system.keeper` and `system.detach`; without `create` the log must exist. Waits for a bucket that
-    does not answer. Raises AlreadyRunning, LogNotFound, LogUnavailable, ConfigError, WrongKey, LogRewound, StartupError
-    (with the end of the failed process's log).
+    Engines still load then (`wait_ready` waits for them). Processes left by an earlier start, which may hold a GPU, are
+    ended first. The system ends with this process; with `detach` it stays up until `trinity-es down`. `keeper` and
+    `detach` override `system.keeper` and `system.detach`. Without `create` the log must exist. Waits for a payload
+    bucket that does not answer. Raises AlreadyRunning, LogNotFound, LogUnavailable, ConfigError, WrongKey, LogRewound,
+    StartupError (with the end of the failed process's log).
     """
     config.check()
     make_private_folder(config.system.log_dir)
     place = config.store.payloads
-    if place and folder_of(place) is None:  # here, since the keeper's warnings are in its text log
+    if place and folder_of(place) is None:  # before the keeper starts, whose warnings only its log shows
         Objects(place, BUCKET_SECONDS, lambda e: _log.warning("the start waits: %s", e)).require()
     detach = config.system.detach if detach is None else detach
     owner = None if detach else {"pid": os.getpid(), "started": process_start_time(os.getpid())}
@@ -63,10 +63,10 @@ def start_here(
     config: Config, *, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None = None,
     claims: Sequence[Claim] = (),
 ) -> dict[str, Any]:
-    """Start the system as a child of this process, for `start` and for the `keeper`, which passes itself.
+    """Start the system from this process and return its admin. `start` calls this, or the keeper, passing `keeper`.
 
-    `owner`: a process that the system ends with; `claims`: the caller's claims about the log, besides this host's
-    memory. Without `create` a deleted log is not begun again, empty.
+    `owner`: process with which the system ends. `claims`: events that the log must have, besides those in this host's
+    memory. Without `create` the log must exist, so that a deleted log is not replaced by an empty one.
     """
     log_dir = Path(config.system.log_dir)
     make_private_folder(log_dir)
@@ -75,7 +75,7 @@ def start_here(
 
 
 def _start_by_keeper(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Have a new keeper start the system; return its admin, or raise the error of that start."""
+    """Start a keeper, which starts the system. Return the system's admin, or raise the error of its start."""
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         log_start = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers
@@ -110,7 +110,7 @@ def _start_by_keeper(config: Config, create: bool, owner: Mapping[str, Any] | No
 
 @contextlib.contextmanager
 def _start_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of starts in a log folder. Raises StartupError if another process holds it too long."""
+    """Hold the lock for starts in a log folder. Raises StartupError if another process holds it for 120 s."""
     handle = open_private(path)
     try:
         holder = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda holder: _log.warning(
@@ -129,10 +129,11 @@ def wait_ready(
     status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
     runners: int, servers: int = 0, logs: str,
 ) -> None:
-    """Wait until all runners serve and load no weights. Raises StartupError with the reason of the first that failed.
+    """Wait until all runners are ready and load no weights. Raises StartupError if one failed, or after `timeout`.
 
-    `status` asks the system, `progress` gets each answer, `logs` is the folder of its text logs. `servers` of the
-    `runners` are for external servers. If fewer servers are wanted by then, only those are waited for, at least one.
+    `status` returns the system's status, `progress` is called with each, and errors name `logs`, the folder of the text
+    logs. Of the `runners`, `servers` are for external servers. If external servers are removed meanwhile, their runners
+    are not waited for, but at least one is.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -166,10 +167,10 @@ def wait_ready(
 
 
 def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0) -> int:
-    """End a running system, engines first, then the actors. Return how many processes had to be killed after `timeout`.
+    """End a running system, engines first, then the actors. Return how many processes had to be killed.
 
-    `retire` asks the guardian to end all. It returns False if the guardian can't be reached: then nothing ends by
-    itself, and all are killed at once.
+    `retire` asks the guardian to end everything, which may take `timeout` seconds. If it returns False, the guardian
+    can't be reached, and all processes are killed at once.
     """
     system_processes = processes(admin)
     patience = 0.0 if retire() is False else timeout

@@ -1,11 +1,11 @@
-"""Differences between a config and the one that the system of its store was started with."""
+"""Differences between a config and the config with which its store's system was started."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from trinity_es.config.config import Config
-from trinity_es.config.interpolation import escaped
+from trinity_es.config.interpolation import escape_texts
 from trinity_es.events.errors import ConfigError, LogError
 from trinity_es.events.values import shown
 from trinity_es.projections.reading.diff import MISSING, OWN, Change, changes
@@ -20,23 +20,23 @@ _RUN_SETTINGS = (
     "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address",
     "explorer.proxy_port", "explorer.proxy_tls", "explorer.proxy_without_key", "system.startup_timeout",
 )
-"""Keys that the process of a run reads itself; all others are the system's."""
+"""Keys that only the explorer or trainer process reads; the actor system uses all others."""
 _NOT_COMPARED = (*OWN, "mode", "code_path", "hosts")
-"""Keys that may differ: the names of the run, the part of a process in it, folders, and what a launcher sets."""
+"""Keys that may differ: names, mode, folders, and keys that a launcher sets."""
 
 
 def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
-    """Return how this config differs from the one with which the system of its store was last started.
+    """Return the settings in which this config differs from the one that its store's system was last started with.
 
-    Returns [] if there is no log, or if this release can't read the config in it. `serve`: compare with a system in
-    mode `serve` too.
+    Returns [] if there is no log, or if this release can't read the config in it. `serve`: also compare with a system
+    in mode `serve`.
     """
     try:
         with open_log(config.store.url) as log:
             _, recorded_config = log.config(serve=serve)
         if not recorded_config:
             return []
-        settings_before = Config.from_dict(escaped(recorded_config)).masked()
+        settings_before = Config.from_dict(escape_texts(recorded_config)).masked()
     except (ConfigError, LogError):
         return []
     return [change for change in changes(settings_before, config.masked()) if not _is_in(change.path, _NOT_COMPARED)]
@@ -58,7 +58,7 @@ def require_same_settings(config: Config) -> None:
 
 
 def settings_phrase(settings: Iterable[Change]) -> str:
-    """Return the changed settings as a phrase for a message."""
+    """Return the changes as a phrase for a message, such as `buffer.batch_size was 8 and is 16`."""
     phrases = []
     for change in settings:
         is_long = isinstance(change.before, list | dict) or isinstance(change.after, list | dict)

@@ -1,4 +1,4 @@
-"""This host's memory of a store's log (`log_end.Memory`), compared with the log before a start and by `verify`."""
+"""Check, before a start and by `verify`, that a store's log still has the last event that this host remembers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["folder", "memory", "require_remembered", "rewind_message"]
 
 
 def folder(config: Config) -> str:
-    """Return the folder of the memory: that of the key file, or that of the text logs if it can't be written to."""
+    """Return the folder of the memory file: the key file's folder, or the text logs' if that can't be written to."""
     log_dir = config.system.log_dir
     key_folder = str(Path(config.system.key_file).parent) if config.system.key_file else log_dir
     return key_folder if os.access(key_folder, os.W_OK) else log_dir
 
 
 def memory(config: Config) -> Memory:
-    """Return this host's memory of the log: a file with its last known event, so that a log set back is noticed."""
+    """Return this host's memory of the log: a file with the last known event, to detect a log that was set back."""
     return Memory.of(config.store.url, folder(config))
 
 
 def require_remembered(config: Config, others: Sequence[Claim] = ()) -> None:
-    """Raise LogRewound if the log lacks an event that this host remembers or that `others` claim; LogUnavailable."""
+    """Raise LogRewound if the log lacks an event that this host remembers or `others` claim. Raises LogUnavailable."""
     own_memory = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
@@ -41,7 +41,7 @@ def require_remembered(config: Config, others: Sequence[Claim] = ()) -> None:
 
 
 def rewind_message(config: Config) -> str | None:
-    """Return what is wrong if the log lacks an event that this host remembers, else None."""
+    """Return an error text if the log lacks an event that this host remembers, else None."""
     try:
         require_remembered(config)
     except LogRewound as e:

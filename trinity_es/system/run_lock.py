@@ -22,10 +22,10 @@ LOCK_SECONDS = 0.3
 
 
 class RunLock:
-    """Lock of a run's explorer or trainer: two of them would train each step twice.
+    """Lock of a run's explorer or trainer, since two of them would train each step twice.
 
-    The lock ends with its process, even if that has forked. Its file names its holder and the actor system that the
-    holder started (the pids of its admin and of its keeper), for as long as that system may run.
+    The lock ends with its process, even if the process has forked. The lock's file names its holder and the actor
+    system that the holder started (the pids of admin and keeper), for as long as that system may run.
     """
 
     def __init__(self, config: Config, role: Role) -> None:
@@ -44,15 +44,14 @@ class RunLock:
         keeper = str(running_system.keeper(config) or "no keeper")
         self.owns_system = (
             running is None or system_pids[:1] == [str(running["pid"])] or system_pids[1:] == [keeper])
-        """True if the actor system is used by this lock's holder alone, as it was started by the holder, a dead holder
-        before it, or the keeper of that dead holder."""
+        """True if no system runs, or an earlier holder of this lock or its keeper started the system."""
         # Stays in the file until there is another system, since this holder may end before the system does.
         self._system_pids = system_pids if running is not None and self.owns_system else []
         self._write(" ".join([str(os.getpid()), *self._system_pids]))
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
-        """Return the open file of this lock, which is made if it is missing."""
+        """Open the file of this lock, and create it if it is missing."""
         path = running_system.lock_file(config, role)
         make_private_folder(path.parent)
         return os.fdopen(open_private(path, os.O_RDWR | os.O_APPEND), "r+")
@@ -87,7 +86,7 @@ class RunLock:
 
 
 def hold(config: Config, role: Role) -> None:
-    """Take the lock of this store and role, which this process then keeps until it exits. Raises AlreadyRunning."""
+    """Take the lock of this store and role, and keep it until this process exits. Raises AlreadyRunning."""
     file = running_system.lock_file(config, role)
     if file not in _held:
         _held[file] = RunLock(config, role)
@@ -95,17 +94,17 @@ def hold(config: Config, role: Role) -> None:
 
 
 def killed(config: Config) -> dict[Role, int]:
-    """Return, by role, the pids of holders on this machine that ended without releasing their lock of this store."""
+    """Return {role: pid} of this store's lock holders on this machine that ended without releasing their lock."""
     return _pids(config, held=False)
 
 
 def holders(config: Config) -> dict[Role, int]:
-    """Return, by role, the pids of living processes on this machine that hold the locks of this store."""
+    """Return {role: pid} of living processes on this machine that hold a lock of this store."""
     return _pids(config, held=True)
 
 
 def _pids(config: Config, *, held: bool) -> dict[Role, int]:
-    """Return, by role, the pids in the files of locks that are held, or that are not."""
+    """Return {role: pid} from the files of this store's locks that are held, or of those that are not."""
     pids: dict[Role, int] = {}
     role: Role
     for role in get_args(Role):

@@ -1,6 +1,6 @@
-"""The running system of a store: finding it, its files, its keeper, and the end of its processes.
+"""Finding a store's running system, its files and its keeper, and ending its processes.
 
-The coordinator's lease in the log says where it runs. Pids are reused, so processes have pid and start time.
+The coordinator's lease in the log says where the system runs. Pids are reused, so a process has pid and start time.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from trinity_es.events.store.log import EventLog
 
 __all__ = [
     "end", "ended_keeper", "find", "find_head", "is_up", "joined_file", "keeper", "key_file", "last_known",
-    "leader", "led_elsewhere", "lock_file", "none_runs", "output_file", "processes", "stop_keeper", "stopped",
+    "leader", "led_elsewhere", "lock_file", "not_running_error", "output_file", "processes", "stop_keeper", "stopped",
     "system_file", "wait_for", "wait_gone",
 ]
 
 CHECK_SECONDS = 0.02
 """Interval between two checks of an awaited condition."""
 _FIND_SECONDS = 5.0
-"""Maximum seconds to read from the log where a system is, since the database server may be frozen."""
+"""Maximum seconds for reading the coordinator's lease, since the database server may be frozen."""
 
 
 def output_file(config: Config) -> Path:
-    """Return the file that the processes of this store's system print to: their standard output.
+    """Return the file that is standard output for all processes of this store's system.
 
-    Children inherit it, so leftovers are found by it even if they overwrote their titles and environments.
+    Children inherit it, so it identifies them even if they overwrote their titles and environments.
     """
-    return _file(config, "launch", ".log")
+    return _store_file(config, "launch", ".log")
 
 
-def _file(config: Config, name: str, suffix: str) -> Path:
-    """Return a file for this store alone, even if others share the log folder."""
+def _store_file(config: Config, name: str, suffix: str) -> Path:
+    """Return the path of a file in the log folder that belongs to this store, since stores may share the folder."""
     return Path(config.system.log_dir) / f"{name}-{_digest(config.store.url)}{suffix}"
 
 
 def _digest(url: str) -> str:
-    """Return the part of file names that stands for a store: the same for every path to its file or server socket."""
+    """Return a digest of a store for file names. Every path to the same SQLite file has the same digest."""
     parsed = parse_url(url)
     sqlite = parsed.get_backend_name() == "sqlite"
     database = os.path.realpath(parsed.database or "") if sqlite else f"{parsed.database}{parsed.query.get('host', '')}"
@@ -62,7 +62,7 @@ def _digest(url: str) -> str:
 
 def lock_file(config: Config, role: str) -> Path:
     """Return the file that the explorer or the trainer of this store's run locks."""
-    return _file(config, role, ".lock")
+    return _store_file(config, role, ".lock")
 
 
 def key_file(config: Config) -> str:
@@ -70,7 +70,7 @@ def key_file(config: Config) -> str:
 
 
 def last_known(config: Config) -> dict[str, Any] | None:
-    """Return the admin of the last system of this store; None if there was none, or if it ended in order."""
+    """Return the admin of this store's last system; None if there was none or it ended in order."""
     try:
         return within(_FIND_SECONDS, lambda: leader(config)).get("admin") or None
     except LogUnavailable:
@@ -81,7 +81,7 @@ def last_known(config: Config) -> dict[str, Any] | None:
 
 
 def leader(config: Config) -> dict[str, Any]:
-    """Return the owner of the store's coordinator lease, as that coordinator wrote it; {} if it has none."""
+    """Return the record that the coordinator wrote into the store's lease (host, pid, admin); {} if there is none."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
             lease = log.read_lease("coordinator")
@@ -91,12 +91,12 @@ def leader(config: Config) -> dict[str, Any]:
 
 
 def system_file(config: Config) -> Path:
-    """Return the file that names the admin of this store's last system and its keeper."""
-    return _file(config, "system", ".json")
+    """Return the file that names the admin and the keeper of this store's last system."""
+    return _store_file(config, "system", ".json")
 
 
 def _read_admin(path: Path) -> dict[str, Any] | None:
-    """Return the admin process in a `system_file` or `joined_file`; None if it is missing or another user wrote it."""
+    """Return the admin in a `system_file` or `joined_file`; None if the file is missing or another user wrote it."""
     try:
         admin = json.loads(path.read_bytes())
         is_valid = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= admin.keys()
@@ -106,41 +106,41 @@ def _read_admin(path: Path) -> dict[str, Any] | None:
 
 
 def find(config: Config) -> dict[str, Any] | None:
-    """Return the admin of this store's running system on this host, as `find_head` does.
+    """Return the admin of this store's running system on this host, as `find_head` does; None without one.
 
-    If another host leads the run, return the admin of the system that joined it from here, which passes requests on.
+    If another host leads the run, this is the admin of this host's joined system, which forwards requests.
     """
     joined = joined_file(config.store.url, "*")
     admins = (_read_admin(path) for path in sorted(joined.parent.glob(joined.name)))
-    return find_head(config) or next((admin for admin in admins if admin and _is_running(admin)), None)
+    return find_head(config) or next((admin for admin in admins if admin and _is_admin_running(admin)), None)
 
 
 def find_head(config: Config) -> dict[str, Any] | None:
-    """Return the system that leads the run of this store on this host; None if it, or its owner, has ended.
+    """Return the admin of the system that leads this store's run from this host; None if it or its owner has ended.
 
-    It has `port`, `pid` and `started` of its admin process, `guardian` (a pid), and `key_file`, the place of its key.
+    The dict has `port`, `pid` and `started` of the admin process, `guardian` (a pid), and `key_file` (a path).
     """
     admin = last_known(config)
-    if admin is None or not _is_running(admin):
+    if admin is None or not _is_admin_running(admin):
         return None
     return {**admin, "key_file": key_file(config)}
 
 
-def _is_running(admin: dict[str, Any]) -> bool:
-    """Return whether this admin lives and so does its owner, with which it would end."""
+def _is_admin_running(admin: dict[str, Any]) -> bool:
+    """Return whether this admin lives and its owner, with which it would end, lives too."""
     return process_lives(admin["pid"], admin["started"]) and not owner_end_reason(admin.get("owner"))
 
 
 def joined_file(url: str, name: str) -> Path:
-    """Return this user's file with the admin of the system that joined this store's run under this host name."""
+    """Return the path of the file with the admin of the system that joined the run under this host name."""
     folder = Path(tempfile.gettempdir()) / f"trinity-es-{os.geteuid()}"
     return folder / f"joined-{_digest(url)}-{name}.json"
 
 
 def led_elsewhere(config: Config) -> str:
-    """Return the leader of this store's run on another host, as "pid 12 on gpu-1". Raises LogUnavailable.
+    """Return the leader of this store's run on another host, as "pid 12 on gpu-1"; "" if there is none.
 
-    Empty if there is no leader. Also empty if the head takes no hosts: then it holds no leader lock.
+    A head without `hosts.address` holds no leader lock, so it counts as none. Raises LogUnavailable.
     """
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""
@@ -148,8 +148,8 @@ def led_elsewhere(config: Config) -> str:
     return f"pid {owner.get('pid')} on {owner.get('host')}" if owner.get("hosts") and is_led(config.store.url) else ""
 
 
-def none_runs(config: Config) -> NotRunning:
-    """Return the error for a store without a running system on this machine, with the way out."""
+def not_running_error(config: Config) -> NotRunning:
+    """Return the error for a store without a running system on this machine; it says how to start or join one."""
     url, other_leader = config.masked()["store"]["url"], ""
     with contextlib.suppress(LogUnavailable):  # even then it is certain that no system runs here
         other_leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
@@ -161,19 +161,19 @@ def none_runs(config: Config) -> NotRunning:
 
 # --- the keeper -------------------------------------------------------------------------------------------------------
 def keeper(config: Config) -> int | None:
-    """Return the pid of the process that keeps this store's system running; None without one."""
-    pid, is_alive = _keeper(config)
+    """Return the pid of this store's keeper, the process that restarts its system; None if none runs."""
+    pid, is_alive = _last_keeper(config)
     return pid if is_alive else None
 
 
 def ended_keeper(config: Config) -> int | None:
     """Return the pid of the last keeper if it has ended; None if it still runs, or if the last system had none."""
-    pid, is_alive = _keeper(config)
+    pid, is_alive = _last_keeper(config)
     return None if is_alive else pid
 
 
-def _keeper(config: Config) -> tuple[int | None, bool]:
-    """Return the pid of the last system's keeper, None if it had none, and whether that process lives."""
+def _last_keeper(config: Config) -> tuple[int | None, bool]:
+    """Return the pid of the last system's keeper, if it had one, and whether that process lives."""
     admin = _read_admin(system_file(config))
     process = admin.get("keeper") if admin is not None else None
     if process is None:
@@ -187,9 +187,9 @@ def is_up(config: Config) -> bool:
 
 
 def stopped(config: Config) -> dict[str, Any]:
-    """Return what will happen to a system that `find` does not return.
+    """Return whether a system that `find` does not return will be restarted, or ends.
 
-    `kept`: pid of the keeper that is starting it again, or None. `ends`: reason why its processes end instead, or "".
+    `kept`: pid of the keeper that restarts it, or None. `ends`: reason why its remaining processes end, or "".
     """
     keeper_pid, end_reason = keeper(config), ""
     admin = last_known(config) or _read_admin(system_file(config))  # a system that ends gives the lease back
@@ -199,7 +199,7 @@ def stopped(config: Config) -> dict[str, Any]:
 
 
 def stop_keeper(config: Config) -> None:
-    """End the keeper, unless this process starts the system for it, so that it does not start the system again."""
+    """Kill the keeper, so that it does not restart the system, unless it is the parent of this process."""
     pid = keeper(config)
     if pid is not None and pid != os.getppid():
         with contextlib.suppress(ProcessLookupError):
@@ -209,7 +209,7 @@ def stop_keeper(config: Config) -> None:
 
 # --- its processes ----------------------------------------------------------------------------------------------------
 def processes(admin: dict[str, Any]) -> list[psutil.Process]:
-    """Return the admin's process and all its descendants; [] if it has ended."""
+    """Return the admin process and all its descendants; [] if the admin has ended."""
     try:
         root = psutil.Process(admin["pid"])
         return [root, *root.children(recursive=True)]
@@ -218,13 +218,13 @@ def processes(admin: dict[str, Any]) -> list[psutil.Process]:
 
 
 def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
-    """Wait up to `timeout` seconds for processes to end, and return those that did not. A zombie has ended."""
-    wait_for(lambda: not any(map(_runs, processes)), timeout)
-    return [p for p in processes if _runs(p)]
+    """Wait up to `timeout` seconds for these processes to end, and return those that still run. Zombies have ended."""
+    wait_for(lambda: not any(map(_is_process_running, processes)), timeout)
+    return [p for p in processes if _is_process_running(p)]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait up to these seconds for a condition, and return whether it holds."""
+    """Wait up to `seconds` for a condition, and return whether it holds."""
     deadline = time.monotonic() + seconds
     while True:
         holds = condition()
@@ -234,7 +234,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
-    """Kill these processes and wait for their end. Return how many it killed."""
+    """Kill these processes and wait up to `seconds` for their end. Return how many were killed."""
     killed_count = 0
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -244,7 +244,7 @@ def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
     return killed_count
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_process_running(process: psutil.Process) -> bool:
     """Return whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

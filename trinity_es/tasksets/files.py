@@ -1,8 +1,8 @@
 """Files of tasksets: rows of plain JSON, addressed by number.
 
-JSONL and parquet files, and Hugging Face dataset directories (`save_to_disk`; one of several splits). All rows are
-checked when a file is opened, so a bad row stops a run before it starts. Rows are read on demand, so a file may be
-larger than memory. Parquet and dataset directories need pyarrow (`pip install 'trinity-es[parquet]'`).
+A file is JSONL, parquet or a Hugging Face dataset directory (`save_to_disk`). All rows are checked when a file is
+opened, so a bad row stops a run before it starts. Rows are read on demand, so a file may be larger than memory. Parquet
+and dataset directories need pyarrow (`pip install 'trinity-es[parquet]'`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 import orjson
 
 from trinity_es.actors.config.data_sections import TasksetConfig
-from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file, tasks_revision
+from trinity_es.environments.verifiers_tasks import ensure_tasks_file, tasks_file, tasks_revision
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.private_files import require_regular
 from trinity_es.events.vocabulary import TasksetSource
@@ -27,7 +27,7 @@ from trinity_es.tasksets.row_checks import (
     RowCheck,
     TableRows,
     named_keys,
-    no_prompt,
+    no_prompt_text,
     parse_row,
     require_named_keys,
     require_single_keys,
@@ -44,7 +44,7 @@ _ONE_ARRAY = "a file of rows has an object a line; one array becomes that with `
 
 
 class RowFile(Protocol):
-    """Rows of a taskset's file. `len()` is their number."""
+    """Rows of a taskset; `len()` is their number."""
 
     revision: str
     """Identity of these rows: a SHA-256, a commit or a version."""
@@ -56,7 +56,7 @@ class RowFile(Protocol):
 
 
 def open_file(config: TasksetConfig) -> RowFile:
-    """Return the file of this taskset, checked. Raises TasksetError, which names the file and the line or row."""
+    """Open the taskset's file and check its rows. Raises TasksetError, which names the file and the line or row."""
     file = config.file
     _require_one_split(config, file)
     try:
@@ -78,7 +78,7 @@ def open_file(config: TasksetConfig) -> RowFile:
 
 
 def _require_one_split(config: TasksetConfig, file: Path) -> None:
-    """Raise TasksetError if `split` does not choose exactly one file of a folder."""
+    """Raise TasksetError if `split` is set and does not choose exactly one file of a folder."""
     if config.split is None:
         return
     if file == Path(config.path) and file.is_file():
@@ -92,7 +92,7 @@ def _require_one_split(config: TasksetConfig, file: Path) -> None:
 
 
 class _UnchangedFiles:
-    """Check that files are as they were when opened, because the cursor counts rows of those."""
+    """Check that files have not changed since they were opened, because a run's cursors count their rows."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         for file in files:
@@ -129,7 +129,7 @@ def _sha256(files: Sequence[Path]) -> str:
 
 # --- JSONL ----------------------------------------------------------------------------------------------------------
 class _Lines:
-    """JSONL file: the offsets of its lines, without blank lines and a byte order mark."""
+    """Rows of a JSONL file, found by the offsets of its lines. Blank lines and a byte order mark are skipped."""
 
     def __init__(self, config: TasksetConfig, file: Path) -> None:
         self.config, self._file = config, file
@@ -157,7 +157,7 @@ class _Lines:
         return samples
 
     def _check(self, f: IO[bytes]) -> None:
-        """Check each line that is not blank, and note where it begins. Raises TasksetError, which names the line."""
+        """Check each line that is not blank, and store its offset. Raises TasksetError, which names the line."""
         start = 0
         for number, line in enumerate(iter(partial(f.readline, LINE_BYTES + 1), b""), 1):
             if len(line) > LINE_BYTES:
@@ -170,7 +170,7 @@ class _Lines:
             start += len(line)
 
     def _check_line(self, number: int, line: bytes) -> None:
-        """Raise TasksetError unless a line is a valid row; note its keys while a key of `format` is in no row yet."""
+        """Raise TasksetError unless the line is a valid row. Collect keys until all that `format` names have come."""
         where = f"{self._file} line {number}"
         details = {"file": str(self._file), "line": number}
         try:
@@ -195,17 +195,17 @@ class _Lines:
             raise TasksetError(f"{where}: {e}: leave one of them out", **details) from e
         key = self.config.format.prompt_key
         if key not in row and key not in orjson.loads(line):
-            raise TasksetError(f"{where}: {no_prompt(key, list(row))}", **details)
+            raise TasksetError(f"{where}: {no_prompt_text(key, list(row))}", **details)
         self._check_row(row, where, details)
         if not self._named_keys <= self._keys.keys():
             self._keys.update(dict.fromkeys(row))
 
 
 class EnvironmentLines(_Lines):
-    """Tasks of a verifiers environment, which writes them into a file once (`verifiers_tasks`)."""
+    """Rows of a verifiers environment, which writes its tasks into a JSONL file once (`verifiers_tasks`)."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
-        file = made_tasks(config.workflow_args)
+        file = ensure_tasks_file(config.workflow_args)
         super().__init__(config, file)
         self.revision = tasks_revision(config.workflow_args, file)
 
@@ -229,7 +229,7 @@ def _pyarrow(file: Path) -> Any:
 
 
 class _Columns:
-    """Rows of tables, in groups that are read on demand. The last group stays in memory."""
+    """Rows of Arrow tables, in groups that are read on demand. The group read last stays in memory."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         self._files_check = _UnchangedFiles(config, files)
@@ -244,7 +244,7 @@ class _Columns:
         return self._ends[-1] if self._ends else 0
 
     def add(self, reader: TableRows, load_group: Callable[[], Any]) -> None:
-        """Check and add a group of rows, whose table `load_group` returns. Raises TasksetError, which names the row."""
+        """Check the group of rows that `load_group` returns, and add it. Raises TasksetError, which names the row."""
         table = load_group()
         reader.check(table, len(self))
         self._ends.append(len(self) + table.num_rows)
@@ -272,7 +272,8 @@ def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
     try:
         parquet_file = parquet.ParquetFile(file)
     except arrow.ArrowException as e:
-        raise TasksetError(f"{file} is not a parquet file ({e})", file=str(file)) from e
+        raise TasksetError(f"{file} is not a parquet file ({e}): convert it, or name another file",
+                           file=str(file)) from e
     rows = TableRows(file, parquet_file.schema_arrow, config)
     for group in range(parquet_file.metadata.num_row_groups):
         columns.add(rows, partial(parquet_file.read_row_group, group))
@@ -280,7 +281,7 @@ def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
 
 
 def _dataset_rows(config: TasksetConfig, folder: Path) -> _Columns:
-    """Return the rows of a Hugging Face dataset folder. For other folders raises TasksetError with the way out."""
+    """Return the rows of a Hugging Face dataset folder. Raises TasksetError, with the remedy, for other folders."""
     if (folder / "state.json").is_file():
         return _arrow_rows(config, folder)
     details = {"file": str(folder)}
@@ -316,7 +317,8 @@ def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
         )
     files = [folder / str(named["filename"]) for named in state.get("_data_files", [])]
     if not files:
-        raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
+        raise TasksetError(f"{folder}/state.json names no data files: write the folder again with `save_to_disk`",
+                           file=str(folder))
     columns = _Columns(config, files)
     for file in files:
         try:
@@ -325,5 +327,6 @@ def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
                 for batch in stream:
                     columns.add(rows, partial(lambda batch: batch, batch))  # the file is mapped, not read
         except arrow.ArrowException as e:
-            raise TasksetError(f"{file} is not an Arrow stream ({e})", file=str(file)) from e
+            raise TasksetError(f"{file} is not an Arrow stream ({e}): write the folder again with `save_to_disk`",
+                               file=str(file)) from e
     return columns

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, made on demand from a seed and then kept.
+"""Tasks of reasoning-gym, generated on demand from a seed and kept in memory.
 
 A row has the question and the answer under the keys of the taskset's `format`, and the scorer's data as `entry`.
 """
@@ -18,11 +18,11 @@ from trinity_es.events.errors import DataError, TasksetError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets import reasoning_gym
 
-__all__ = ["Generated", "completed"]
+__all__ = ["Generated", "with_scorer"]
 
 
 class Generated:
-    """Rows of a reasoning-gym family. Raises TasksetError, which says what to install or to change."""
+    """Rows of a reasoning-gym family of puzzles. Raises TasksetError, which says what to install or to change."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class Generated:
         return [orjson.loads(self._rows[row]) for row in rows]
 
     def _make_row(self, row: int) -> dict[str, Any]:
-        """Return a new row from reasoning-gym. Raises TasksetError if its family fails."""
+        """Generate a row with reasoning-gym. Raises TasksetError if the generator fails."""
         try:
             entry = self._dataset[row]
             keys = self._config.format
@@ -67,9 +67,9 @@ class Generated:
 
 
 def _entry_literal(entry: dict[str, Any]) -> str:
-    """Return an entry without its question as a Python literal, because some scorers need tuples, which JSON lacks.
+    """Return an entry without its question as a Python literal. JSON will not do, since some scorers need tuples.
 
-    An entry with values other than literals is converted to JSON values first.
+    Values that have no literal are converted to JSON values first.
     """
     scorer_data = {key: value for key, value in entry.items() if key != "question"}
     try:
@@ -81,7 +81,7 @@ def _entry_literal(entry: dict[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as JSON: NaN becomes null, and a value that JSON lacks becomes a text."""
+    """Return a value in JSON's types. NaN becomes null; a value of another type becomes text."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         return str(value)  # orjson writes at most 64 bits
     if value is None or isinstance(value, str | bool | int):
@@ -98,12 +98,12 @@ def _as_json(value: Any) -> Any:
 
 
 def family_of(config: TasksetConfig) -> str:
-    """Return the reasoning-gym family that a taskset's path names, as in `reasoning_gym:FAMILY`."""
+    """Return FAMILY of a taskset's path `reasoning_gym:FAMILY`."""
     return config.path.partition(":")[2]
 
 
-def completed(config: TasksetConfig) -> TasksetConfig:
-    """Return a reasoning-gym taskset with its scorer and its system prompt, unless the config has its own."""
+def with_scorer(config: TasksetConfig) -> TasksetConfig:
+    """Return the config of a reasoning-gym taskset with reasoning-gym's scorer and system prompt where it sets none."""
     update: dict[str, Any] = {}
     if config.reward_fn is None:
         made_from = {"family": family_of(config), "args": config.args}

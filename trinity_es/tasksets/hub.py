@@ -1,9 +1,9 @@
 """Datasets of the Hugging Face hub, read by the package `datasets`, each at one commit.
 
-A run resolves the revision to a commit once, when it begins, and records it in the log for a resumption. If the hub is
-unreachable, `datasets` itself would take the newest cached revision of any kind. Here only the requested commit is
-accepted, and a cached one is used without a request. No code of a dataset runs. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`
-and `HF_HUB_OFFLINE` apply as usual.
+A run resolves the revision to a commit when it begins, and records the commit in the log, so a resumed run reads the
+same one. If the hub is unreachable, `datasets` would take the newest cached commit. This module accepts only the
+requested commit, and reads it from the cache without a request if it is there. No code of a dataset runs. `HF_HOME`,
+`HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` apply as usual.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ DEFAULT = "default"
 RESOLVE_SECONDS = 30.0
 """Time limit for resolving a revision."""
 SHOWN = 400
-"""Maximum number of characters that our errors quote of another package's error."""
+"""Maximum number of characters of another package's error that an error quotes."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _logger = logging.getLogger(__name__)
 
 
 class HubRows:
-    """Rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
+    """Rows of one split of a dataset, mapped into memory. `revision` is the commit, `subset` the subset's name.
 
-    Commit and subset come from `recorded`, else from the config, else they are the main branch and the default subset.
-    Raises TasksetError, with the remedy, if they do not exist, are unreachable, or need a missing package.
+    Commit and subset come from `recorded`, else from the config; the defaults are the main branch and the default
+    subset. Raises TasksetError, with the remedy, if the dataset or a package is missing or the hub is unreachable.
     """
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
         self._config, self._subset = config, (recorded and recorded.subset) or config.subset
         self.repository = config.path.partition(":")[2]
         self._datasets, self._hub = _packages(config)
-        self.revision = recorded.revision if recorded else self._resolve()
+        self.revision = recorded.revision if recorded else self._resolve_commit()
         self._source = f"{config.path}@{self.revision[:12]} {config.split}"
         with self._translated_errors(self.revision):
             builder = self._builder()
@@ -70,8 +70,8 @@ class HubRows:
         return [self._read.row(self._rows[row : row + 1], 0, row) for row in rows]
 
     # --- the commit -------------------------------------------------------------------------------------------------
-    def _resolve(self) -> str:
-        """Return the commit of the taskset's revision, from the cache if the hub is unreachable."""
+    def _resolve_commit(self) -> str:
+        """Return the commit of the config's revision; if the hub is unreachable, the commit in the cache."""
         revision = self._config.revision or MAIN
         if _COMMIT.fullmatch(revision):
             return revision
@@ -91,7 +91,7 @@ class HubRows:
         return str(commit)
 
     def _cached_commit(self, revision: str) -> str | None:
-        """Return the commit that the hub's cache on this machine has for a branch or tag; None if it has none."""
+        """Return the commit that this machine's hub cache has for a branch or tag; None without an entry."""
         folder = importlib.import_module("huggingface_hub.file_download").repo_folder_name(
             repo_id=self.repository, repo_type="dataset")
         try:
@@ -102,7 +102,7 @@ class HubRows:
 
     # --- its rows ---------------------------------------------------------------------------------------------------
     def _builder(self) -> Any:
-        """Return the builder of this commit, with its files on this machine, from the cache if possible."""
+        """Return a dataset builder for the commit; its files are on this machine, from the cache if possible."""
         cached_folders = self._cache_folders()
         subset = self._subset or DEFAULT  # a subset of this name is the default one
         if subset in cached_folders:
@@ -124,13 +124,13 @@ class HubRows:
         return builder
 
     def _cached_builder(self, folder: Path) -> Any:
-        """Return a builder that reads the rows in this folder of the cache, without a request."""
+        """Return a dataset builder that reads this folder of the cache, without a request."""
         config_name, version = folder.parts[-3:-1]
         return _cache_builder_class()(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
                         config_name=config_name, version=version, hash=self.revision)
 
     def _cache_folders(self) -> dict[str, Path]:
-        """Return the cache folders of this commit, by subset."""
+        """Return {subset: its cache folder} for the commit."""
         owner, _, name = self.repository.rpartition("/")
         name = importlib.import_module("datasets.naming").camelcase_to_snakecase(name)
         root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
@@ -149,8 +149,8 @@ class HubRows:
         try:
             yield
         except errors.GatedRepoError as e:
-            raise TasksetError(f"{dataset} is gated: ask for access on its page, then set HF_TOKEN ({_short(e)})"
-                               ) from e
+            raise TasksetError(f"{dataset} is gated: ask for access on its page, then set HF_TOKEN "
+                               f"({_error_summary(e)})") from e
         except errors.RevisionNotFoundError as e:
             raise TasksetError(f"{dataset}: there is no such revision: name a branch, a tag or a commit") from e
         except errors.RepositoryNotFoundError as e:
@@ -158,14 +158,14 @@ class HubRows:
                                "HF_TOKEN") from e
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
-            reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_short(e)})"
+            reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_error_summary(e)})"
             raise _Unreachable(dataset, reason, self._fetch_call(revision)) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
-            raise TasksetError(f"{dataset} can't be read ({_short(e)}): check its subset and its split") from e
+            raise TasksetError(f"{dataset} can't be read ({_error_summary(e)}): check its subset and its split") from e
 
 
 class _Unreachable(TasksetError):
-    """Error if the hub is unreachable and the cache has no usable copy."""
+    """The hub is unreachable, and the cache has no usable copy."""
 
     def __init__(self, dataset: str, reason: str, fetch_call: str) -> None:
         super().__init__(
@@ -175,7 +175,7 @@ class _Unreachable(TasksetError):
         self.reason = reason
 
 
-def _short(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     """Return an error's type and text on one line, cut after `SHOWN` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"

@@ -1,4 +1,4 @@
-"""Shares of several tasksets in each step."""
+"""Mix of several tasksets, each with a share of the tasks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Mix"]
 class Mix:
     """Tasksets that a run trains on together, each with a share of the tasks by its `ratio`.
 
-    The next task comes from the taskset that is furthest behind its share, or the first of several. So the choice
-    depends only on the number of tasks taken from each, any sequence of steps has these shares within one task each,
-    and the batch size does not matter. A taskset that was read `epochs` times is over, and the others share the rest.
-    The run ends when all are over, so each row is used exactly `epochs` times. With `epochs: null` it never ends.
+    The next task comes from the taskset that is furthest behind its share; of several such tasksets, from the first.
+    So the choice depends only on the number of tasks taken from each, not on the batch size, and each taskset always
+    has its share within one task. A taskset that was read `epochs` times is over, and the others share the rest. The
+    run ends when all are over, so each row is used exactly `epochs` times; with `epochs: null` it never ends.
 
     `interleave="shuffled"` works as in Trinity-RFT: a pass takes all rows of all tasksets, in an order drawn for that
     pass. Within a step, tasks of one taskset come together.
@@ -29,7 +29,7 @@ class Mix:
     def __init__(self, tasksets: Sequence[Taskset], interleave: Literal["ratio", "shuffled"] = "ratio") -> None:
         self.tasksets, self.interleave = tasksets, interleave
         self._pass: tuple[int, list[int]] | None = None
-        """Number of the last shuffled pass, and the index of the taskset of each of its tasks."""
+        """Number of the last shuffled pass, and for each of its tasks the index of the taskset."""
 
     @property
     def names(self) -> list[str]:
@@ -37,11 +37,11 @@ class Mix:
 
     @property
     def learns(self) -> bool:
-        """True if the next tasks depend on the rewards of earlier ones."""
+        """True if the choice of tasks depends on rewards of earlier tasks."""
         return any(t.selector.learns for t in self.tasksets)
 
     def learn(self, rates: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
-        """Take the rewards of a finalized step: rows and mean rewards by taskset. Steps come in order."""
+        """Pass a finalized step's rewards, {taskset: (rows, mean rewards)}, to the selectors. Steps come in order."""
         for taskset in self.tasksets:
             if taskset.config.name in rates:
                 taskset.selector.learn(*rates[taskset.config.name])
@@ -51,9 +51,9 @@ class Mix:
         return sum(t.left(cursors.get(t.config.name, Cursor())) for t in self.tasksets)
 
     def read(self, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Task], dict[str, Cursor]]:
-        """Return the next `n` tasks after these cursors (none: from the beginning), and the cursors after them.
+        """Return the next `n` tasks after these cursors, and the cursors after them; a missing cursor is the beginning.
 
-        Returns fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
+        Returns fewer tasks, or none, at the end of all tasksets. Raises ValueError and TasksetError, as `Taskset.read`.
         """
         positions = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
         is_shuffled = self.interleave == "shuffled"
@@ -83,7 +83,7 @@ class Mix:
         return [cursor.epoch * len(t) + cursor.offset for cursor, t in zip(cursors, self.tasksets, strict=True)]
 
     def _shuffled_order(self, positions: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return the index of the taskset of each of the next `n` tasks; each pass over all rows has its own order."""
+        """Return for each of the next `n` tasks the index of its taskset, in the order drawn for the pass."""
         taken_count = sum(self._counts_taken(positions))
         pass_size = sum(len(taskset) for taskset in self.tasksets)
         order = []
@@ -97,7 +97,7 @@ class Mix:
         return order
 
     def _order_by_ratio(self, positions: Mapping[str, Cursor], n: int) -> list[int]:
-        """Return the index of the taskset of each of the next `n` tasks: always the one furthest behind its share."""
+        """Return for each of the next `n` tasks the index of its taskset: the one furthest behind its share."""
         counts = self._counts_taken(positions)
         totals = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
         order: list[int] = []

@@ -1,6 +1,6 @@
-"""Tasks and scores of reasoning-gym: families of puzzles made from a seed, each with a scorer.
+"""Datasets and scorers of reasoning-gym, whose families of puzzles are generated from a seed.
 
-A taskset with `path: reasoning_gym:leg_counting` reads them (`trinity_es.tasksets.generated`); `Score` is its reward.
+A taskset with `path: reasoning_gym:leg_counting` reads one (`trinity_es.tasksets.generated`); `Score` is its reward.
 The package is imported on use: `pip install 'trinity-es[reasoning-gym]'`.
 """
 
@@ -25,8 +25,8 @@ __all__ = ["Score", "dataset", "installed_version", "system_prompt"]
 class Score:
     """Reward of a reasoning-gym task: the score of the family's own scorer, mostly 0 to 1.
 
-    The answer is the content of the last `<answer>...</answer>` in a response, as reasoning-gym extracts it; without
-    one, None is scored. `answer_tag` is another tag; None: the whole response is the answer.
+    The answer is the content of the last `<answer>...</answer>` in a response, as reasoning-gym extracts it; a response
+    without the tag is scored as None. `answer_tag` sets another tag; None: the whole response is the answer.
     """
 
     grader_timeout: float | None = 30.0
@@ -48,7 +48,7 @@ class Score:
         return [self._score_one(*arguments) for arguments in zip(prompts, completions, entry, strict=True)]
 
     def _score_one(self, prompt: Any, completion: Any, entry: str) -> float:
-        """Return the score of one completion, a text or chat messages whose last is the answer."""
+        """Return the score of one completion: a text, or chat messages, the last of which is the answer."""
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         answer = text if self._tag is None else _require_package().utils.extract_answer(text, tag_name=self._tag)
         full_entry = {"question": prompt, **ast.literal_eval(entry)}
@@ -56,9 +56,9 @@ class Score:
 
 
 def dataset(family: str, args: Mapping[str, Any]) -> Any:
-    """Return reasoning-gym's dataset of a family with this config: `len` entries, each made on demand.
+    """Return reasoning-gym's dataset of a family with these arguments. Its entries are generated on demand.
 
-    The default `seed` is 0. Raises DataError for an unknown family, a wrong config, or a missing package.
+    The default `seed` is 0. Raises DataError for an unknown family, wrong arguments, or a missing package.
     """
     return _dataset(family, json.dumps(args, sort_keys=True))
 
@@ -74,7 +74,7 @@ def system_prompt() -> str:
 
 @functools.lru_cache(maxsize=64)
 def _dataset(family: str, args: str) -> Any:
-    """Return the dataset of a family, or of several (`composite`); `args` is JSON."""
+    """Return the dataset of a family, or of the several families of `composite`. `args` is JSON."""
     arguments: dict[str, Any] = {"seed": 0, **json.loads(args)}
     if family == "composite":
         _require_package()
@@ -104,7 +104,7 @@ def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _checked_family(part: Any) -> dict[str, Any]:
-    """Return the arguments of `DatasetSpec` for a part of a composite. Raises DataError if they are refused."""
+    """Return the arguments of `DatasetSpec` for one dataset of a composite. Raises DataError if they are invalid."""
     if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
         raise DataError(f"a dataset of reasoning_gym:composite is {part!r}: give {{name: FAMILY}}, with weight and "
                         f"config if they are not 1 and {{}}")
@@ -114,7 +114,7 @@ def _checked_family(part: Any) -> dict[str, Any]:
 
 
 def _require_names(owner: str, arguments: Mapping[str, Any], parameters: Sequence[str]) -> None:
-    """Raise DataError for an argument that is none of the owner's parameters."""
+    """Raise DataError for an argument that is not among the owner's parameters."""
     for name in arguments:
         if name not in parameters:
             similar_names = difflib.get_close_matches(name, parameters, n=1)

@@ -1,6 +1,6 @@
-"""Rows of tasksets as plain JSON, the same for every kind of file, and checked before a run starts.
+"""Conversion of taskset rows to plain JSON, the same for every kind of file, and their check before a run starts.
 
-Keys whose value is null are left out, in JSONL too, because tables add every key to every row and object, with null
+Keys whose value is null are left out, in JSONL too, because a table has every key in every row and object, with null
 for a missing value.
 """
 
@@ -23,14 +23,14 @@ from trinity_es.workflows.rewards import keys_needed
 from trinity_es.workflows.row_prompts import require_prompt_form
 
 __all__ = [
-    "CHECKED_ROWS", "RowCheck", "TableRows", "named_keys", "no_prompt", "parse_row", "require_named_keys",
+    "CHECKED_ROWS", "RowCheck", "TableRows", "named_keys", "no_prompt_text", "parse_row", "require_named_keys",
     "require_single_keys",
 ]
 
 CHECKED_ROWS = 1000
 """Number of rows that are checked at a time."""
 MANY_KEYS = 50
-"""Maximum number of keys that are searched for in a line one by one; a line with more is parsed."""
+"""Maximum number of keys of a row that are searched for in its line one by one; a line with more is parsed."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
@@ -47,14 +47,14 @@ def parse_row(line: bytes) -> Any:
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
     """Raise ValueError if an object in a row's line of JSON has a key twice.
 
-    Since parsing is slow, only lines are parsed that contain a key of the row twice or have more than `MANY_KEYS`.
+    Parsing is slow, so a line is parsed only if it contains a key's text twice or has more than `MANY_KEYS` keys.
     """
     if len(row) > MANY_KEYS or any(line.count(orjson.dumps(key)) > 1 for key in row):
         json.loads(line, object_pairs_hook=with_single_keys)
 
 
 def _whole_number(digits: str) -> int:
-    """Return the number that these digits write. Raises ValueError if it needs more than 64 bits."""
+    """Return these digits as a number. Raises ValueError if it needs more than 64 bits."""
     number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number with more than 4,300 digits
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"{digits:.40} is a whole number of more than 64 bits, which would be rounded: write it as a "
@@ -63,7 +63,7 @@ def _whole_number(digits: str) -> int:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the dict keys whose value is null, at any depth."""
+    """Return a value without dict keys whose value is None, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -75,11 +75,11 @@ class RowCheck:
     def __init__(self, config: TasksetConfig) -> None:
         self._config, self._format = config, config.format
         self._known_names: set[tuple[str, str]] = set()
-        """(key, name) of each workflow and reward function in the rows that was found."""
+        """(key, name) of each workflow and reward function in the rows that exists."""
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
         self._checks_prompts = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
-        """True if the prompts are for a ready-made workflow, so they must be texts or messages."""
+        """True if the prompts are for a ready-made workflow, so they must be text or chat messages."""
         self._keys_by_names: dict[tuple[str, str | None], list[str]] = {}
         """Keys that a row needs, by the names of its workflow and its reward."""
 
@@ -88,7 +88,7 @@ class RowCheck:
         return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
-        """Raise TasksetError for a bad prompt, an unknown workflow or reward, or a key that the reward lacks."""
+        """Raise TasksetError for a bad prompt, an unknown workflow or reward, or a key missing for the reward."""
         key = self._format.prompt_key
         if row.get(key) is None:
             raise TasksetError(f"{where}: the prompt is null: give one, or remove the row", **details)
@@ -113,18 +113,18 @@ class RowCheck:
         missing = [name for name in self.needed_keys(row) if name not in row]
         if missing:
             raise TasksetError(
-                f"{where}: the reward {self._reward(row)} needs {', '.join(missing)}, but the row has only "
+                f"{where}: the reward {self._reward_name(row)} needs {', '.join(missing)}, but the row has only "
                 f"{', '.join(list(row)[:20])}: set {', '.join(missing)} in reward_fn_args, or add the key to the rows",
                 **details)
 
-    def _reward(self, row: dict[str, Any]) -> str | None:
-        """Return the name of a row's reward: its own, else the taskset's; None if the workflow's default counts."""
+    def _reward_name(self, row: dict[str, Any]) -> str | None:
+        """Return the name of a row's reward, from the row or else the taskset; None: the workflow's default."""
         return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
 
     def needed_keys(self, row: dict[str, Any]) -> list[str]:
-        """Return the keys that a row's reward needs; none if the reward or the workflow can't be found."""
+        """Return the keys that a row's reward needs; [] if the reward or the workflow can't be found."""
         workflow_name = row.get(self._format.workflow_key or "") or self._config.workflow
-        reward_name = self._reward(row)
+        reward_name = self._reward_name(row)
         names = workflow_name, reward_name
         if not all(isinstance(name, str | None) for name in names):
             return []  # `check` reports it
@@ -139,21 +139,21 @@ class RowCheck:
         return self._keys_by_names[names]
 
 
-def no_prompt(key: str, row_keys: Sequence[str]) -> str:
+def no_prompt_text(key: str, row_keys: Sequence[str]) -> str:
     """Return the error text for rows without the prompt's `key`."""
     return (f"no prompt: the key {key!r} is missing (there are: {', '.join(row_keys[:8]) or 'no keys'}); set the "
             "taskset's format.prompt_key to the key that holds the prompt")
 
 
 def named_keys(config: TasksetConfig) -> dict[str, str]:
-    """Return the row keys that `format` sets, by its own keys, without the prompt's, which every row must have."""
+    """Return {key of `format`: row key} for the row keys that the config names, except the prompt's."""
     default = FormatConfig()
     return {name: key for name in ("response_key", "workflow_key", "reward_fn_key")
             if (key := getattr(config.format, name)) != getattr(default, name)}
 
 
 def require_named_keys(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
-    """Raise TasksetError if no row has a key that `format` names."""
+    """Raise TasksetError if a key that `format` names is in no row. `keys`: keys of all rows."""
     for name, key in named_keys(config).items():
         if key not in keys:
             raise TasksetError(f"{file}: no row has the key {key!r} of format.{name} (there are: "
@@ -168,7 +168,7 @@ class TableRows:
     def __init__(self, source: object, schema: Any, config: TasksetConfig) -> None:
         self._source, self._row_check = source, RowCheck(config)
         if config.format.prompt_key not in schema.names:
-            raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
+            raise TasksetError(f"{source}: {no_prompt_text(config.format.prompt_key, schema.names)}", file=str(source))
         repeated_names = [name for name in schema.names if schema.names.count(name) > 1]
         if repeated_names:
             raise TasksetError(f"{source}: column {repeated_names[0]!r} appears twice: rename or remove one",
@@ -177,7 +177,7 @@ class TableRows:
         self._readers: dict[str, Callable[[Any], Any]] = {}
         for field in schema:
             try:
-                self._readers[field.name] = _reader(field.type)
+                self._readers[field.name] = _json_converter(field.type)
             except TypeError as e:
                 raise TasksetError(f"{source}: column {field.name!r} has the type {e}, which JSON can't hold: "
                                    "remove or convert the column", file=str(source)) from e
@@ -185,7 +185,7 @@ class TableRows:
     def check(self, table: Any, first: int) -> None:
         """Check the rows of a table, numbered from `first`. Raises TasksetError, which names the row.
 
-        Columns whose type admits no wrong value are not converted to Python.
+        Columns whose type can't hold an invalid value are not converted to Python.
         """
         checked_names = [field.name for field in table.schema
                          if _may_fail(field.type) or field.name in self._row_check.keys]
@@ -212,7 +212,7 @@ class TableRows:
         return self._row_values(table, index, number, self._readers)
 
     def _row_values(self, table: Any, index: int, number: int, names: Iterable[str]) -> dict[str, Any]:
-        """Return the values of these columns in a row as JSON, without nulls. Raises TasksetError for a bad value."""
+        """Return a row's values in these columns as JSON, without nulls. Raises TasksetError for a bad value."""
         values: dict[str, Any] = {}
         for name in names:
             try:
@@ -227,8 +227,8 @@ class TableRows:
         return values
 
 
-def _reader(arrow_type: Any) -> Callable[[Any], Any]:
-    """Return a function from values of this Arrow type to JSON. Raises TypeError for a type without a JSON form.
+def _json_converter(arrow_type: Any) -> Callable[[Any], Any]:
+    """Return a function that converts values of this Arrow type to JSON. Raises TypeError if JSON has no such type.
 
     Bytes become text, since some tables store text as bytes. Floats of 16 and 32 bits keep their short form: 0.1, not
     the nearest 64-bit float. NaN, which pandas writes for a missing value, becomes null. Whole decimals become whole
@@ -238,20 +238,21 @@ def _reader(arrow_type: Any) -> Callable[[Any], Any]:
 
     types = pyarrow.types
     if types.is_dictionary(arrow_type):
-        return _reader(arrow_type.value_type)
+        return _json_converter(arrow_type.value_type)
     if isinstance(arrow_type, pyarrow.BaseExtensionType):
-        return _reader(arrow_type.storage_type)
+        return _json_converter(arrow_type.storage_type)
     if types.is_struct(arrow_type):
-        readers = {field.name: _reader(field.type) for field in arrow_type}
+        readers = {field.name: _json_converter(field.type) for field in arrow_type}
         return partial(_struct_object, readers=readers)
     if types.is_map(arrow_type):
-        return partial(_map_object, read_key=_reader(arrow_type.key_type), read_value=_reader(arrow_type.item_type))
+        read_key, read_value = _json_converter(arrow_type.key_type), _json_converter(arrow_type.item_type)
+        return partial(_map_object, read_key=read_key, read_value=read_value)
     if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
-        read_item = _reader(arrow_type.value_type)
+        read_item = _json_converter(arrow_type.value_type)
         return lambda value: [None if item is None else read_item(item) for item in value]
     if types.is_floating(arrow_type):
         if types.is_float64(arrow_type):
-            return _double
+            return _finite_or_none
         return partial(_short_float, numpy_type=arrow_type.to_pandas_dtype())
     if _is_bytes(arrow_type):
         return _utf8_text
@@ -290,7 +291,7 @@ def _map_object(
 
 
 def _may_fail(arrow_type: Any) -> bool:
-    """Return True if a single value of this type may lack a JSON form."""
+    """Return whether some values of this Arrow type have no JSON form."""
     import pyarrow
 
     types = pyarrow.types
@@ -303,7 +304,7 @@ def _may_fail(arrow_type: Any) -> bool:
     )
 
 
-def _double(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     """Return a float; None for NaN. Raises ValueError for infinity, which JSON can't hold."""
     if math.isinf(value):
         raise ValueError(f"JSON can't hold {value}")
@@ -311,8 +312,8 @@ def _double(value: float) -> float | None:
 
 
 def _short_float(value: float, numpy_type: Callable[[float], Any]) -> float | None:
-    """Return the shortest decimal number that is this value in `numpy_type`, of 16 or 32 bits; None for NaN."""
-    return _double(float(str(numpy_type(value))))
+    """Return the shortest decimal number for this value of 16 or 32 bits (0.1, not 0.10000000149); None for NaN."""
+    return _finite_or_none(float(str(numpy_type(value))))
 
 
 def _utf8_text(value: bytes) -> str:

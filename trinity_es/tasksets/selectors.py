@@ -1,8 +1,8 @@
 """Order of a taskset's rows: by `shuffle`, or by `data_selector` with Trinity-RFT 0.6's names and formulas.
 
-A selector is a function of the number of rows taken before (`position`, over all epochs), of `n`, and, if it learns, of
-what it learned. So the same log gives the same rows. It learns from the mean reward of each finalized task in the log,
-but only of steps that are over whenever this step is submitted (`SyncPolicy.surely_generated`).
+The next rows depend only on the number of rows taken before (`position`, over all epochs), on `n`, and, for a selector
+that learns, on the mean rewards of finalized tasks in the log. So the same log gives the same rows. A selector learns
+only from steps that are always over when its step is submitted (`SyncPolicy.always_generated`).
 Draws are those of `numpy.random.default_rng(seed + position)`, as in Trinity-RFT. Only `difficulty_based` with tau
 above 0 differs: Trinity-RFT draws by torch, with the same weights, without replacement.
 """
@@ -28,19 +28,19 @@ ROWS_AT_ONCE = 4096
 
 
 class Selector(Protocol):
-    """Order of rows."""
+    """Order in which the rows of a taskset are taken."""
 
     learns: bool
 
     def rows(self, position: int, n: int) -> list[int]:
-        """Return the next `n` rows. Raises TasksetError."""
+        """Return the next `n` row numbers after `position` rows were taken. Raises TasksetError."""
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Take the mean rewards of finalized tasks, a step at a time, in order."""
+        """Learn the mean rewards of a finalized step's tasks, given by row. Steps come in order."""
 
 
 def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
-    """Return the selector of a taskset, with features read from its file.
+    """Return the selector that a taskset's config names. Features are read from its file.
 
     Raises TasksetError for a row without a feature, ConfigError for an unknown argument.
     """
@@ -81,7 +81,7 @@ class _Fixed:
 
 
 class _Sequential(_Fixed):
-    """Selector `sequential`, and `offline_easy2hard`: one order, repeated in every epoch."""
+    """Selector with one order for all epochs: `sequential` or `offline_easy2hard`."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
@@ -103,14 +103,14 @@ class _Shuffle(_Fixed):
 
 
 def _shuffled(size: int, seed: str) -> array[int]:
-    """Return the rows in the random order of this seed, in 8 bytes each."""
+    """Return the row numbers in the random order of this seed, with 8 bytes for each."""
     order = array("Q", range(size))
     random.Random(seed).shuffle(order)
     return order
 
 
 class _Random(_Fixed):
-    """Selector `random`: each step draws its rows, none twice in a step."""
+    """Selector `random`: each step draws its rows without replacement."""
 
     def __init__(self, name: str, size: int, seed: int) -> None:
         self._name, self._size, self._seed = name, size, seed
@@ -153,7 +153,7 @@ class Difficulty:
         """Alpha and beta of each row."""
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Update the beliefs by the class's formulas; a step without tasks of this taskset changes nothing."""
+        """Update `beliefs` by the class's formulas, unless the step had no tasks of this taskset."""
         if not len(rows):
             return
         played = list(rows)
@@ -176,7 +176,7 @@ class Difficulty:
         )
 
     def rows(self, position: int, n: int) -> list[int]:
-        """Return `n` different rows, the best scores or a draw by them. Raises TasksetError if there are fewer."""
+        """Return `n` different rows: those with the best scores, or a draw by score. Raises TasksetError if too few."""
         alphas, betas = self.beliefs
         _require_enough(self._name, n, len(alphas))
         rng = np.random.default_rng(self._seed + position)
@@ -189,7 +189,7 @@ class Difficulty:
 
 
 def _require_enough(name: str, n: int, size: int) -> None:
-    """Raise TasksetError if a taskset has fewer rows than a step draws."""
+    """Raise TasksetError if taskset `name` has fewer rows (`size`) than a step draws (`n`)."""
     if n > size:
         raise TasksetError(
             f"taskset {name} has {size} rows, but each step draws {n} different ones: lower buffer.batch_size, or "
@@ -198,7 +198,7 @@ def _require_enough(name: str, n: int, size: int) -> None:
 
 
 def _features(config: TasksetConfig, file: RowFile, keys: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Return the numbers at these keys, a line per row. Raises TasksetError for a row that lacks one."""
+    """Return the numbers at these keys, as an array [rows, keys]. Raises TasksetError if one is missing."""
     table: list[list[float]] = []
     for first in range(0, len(file), ROWS_AT_ONCE):
         for row in file.read(range(first, min(first + ROWS_AT_ONCE, len(file)))):

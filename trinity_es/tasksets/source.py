@@ -1,8 +1,8 @@
 """Sources of tasksets: a file, a dataset of the hub at a commit, an environment or reasoning-gym at a version.
 
-The target of a path may change before a run is resumed: a file gets another row, a branch another commit. So the log
-records the revision (`TasksetResolved`) and the order of rows. A resumed run reads exactly those, because its cursor
-counts them, or says why it can't.
+The data behind a path may change before a run is resumed: a file gets another row, a branch another commit. So the log
+records the revision (`TasksetResolved`) and the order of rows. A resumed run opens exactly this revision, because its
+cursor counts the rows, or fails with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trinity_es.actors.plugin_lookup import registered, resolve
 from trinity_es.events.errors import TasksetError, TrinityError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile, open_file
-from trinity_es.tasksets.row_checks import no_prompt
+from trinity_es.tasksets.row_checks import no_prompt_text
 
 __all__ = ["open_source"]
 
@@ -29,8 +29,8 @@ def open_source(
 ) -> tuple[RowFile, TasksetSource]:
     """Return the rows of a taskset, and their source.
 
-    `recorded`: the source in the log, which is opened again. Raises TasksetError if the config has another one, or if
-    it can't be opened.
+    `recorded`: the source in the log, to open again. Raises TasksetError if the config names another source, or if the
+    source can't be opened.
     """
     if recorded is not None:
         _require_same_source(config, recorded)
@@ -50,7 +50,7 @@ def open_source(
 
 
 def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> RowFile:
-    """Return the rows of a registered environment. Raises TasksetError, which names it, for errors of its code."""
+    """Return the rows of a registered environment. An error in its code becomes a TasksetError that names it."""
     try:
         rows: RowFile = resolve(config.kind, registered("environment"), "environment")(config, recorded)
         if not isinstance(rows.revision, str):
@@ -60,7 +60,8 @@ def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> 
         [first_row] = rows.read([0])
         prompt_key = config.format.prompt_key
         if prompt_key not in first_row:
-            raise TasksetError(f"taskset {config.name}: {config.path} row 0: {no_prompt(prompt_key, list(first_row))}")
+            problem = no_prompt_text(prompt_key, list(first_row))
+            raise TasksetError(f"taskset {config.name}: {config.path} row 0: {problem}")
     except TrinityError:
         raise
     except Exception as e:  # code of another package
@@ -69,9 +70,9 @@ def _environment_rows(config: TasksetConfig, recorded: TasksetSource | None) -> 
 
 
 def _require_same_source(config: TasksetConfig, recorded: TasksetSource) -> None:
-    """Raise TasksetError unless the config has the recorded source.
+    """Raise TasksetError if the config names another source than the recorded one.
 
-    The config may name a branch or its recorded commit, and the default subset or none.
+    The same are: a branch and its recorded commit, no subset and the default subset.
     """
     subset = config.subset or recorded.subset
     config_values = {"path": config.path, "subset": subset, "split": config.split, "args": _args_json(config)}
@@ -94,13 +95,13 @@ def _require_same_source(config: TasksetConfig, recorded: TasksetSource) -> None
 
 
 def _args_json(config: TasksetConfig) -> str:
-    """Return a taskset's `args` as JSON; "" for the kinds of taskset whose rows do not depend on them."""
+    """Return a taskset's `args` as JSON; "" if the rows of its kind do not depend on them."""
     has_args = config.kind not in ("file", "hub", "verifiers")
     return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if has_args else ""
 
 
 def _order_json(config: TasksetConfig) -> str:
-    """Return the order of rows as JSON, or "" for the order of the file."""
+    """Return the config's order of rows as JSON; "" for the order of the file."""
     selector = config.data_selector
     order: dict[str, Any] = {"shuffle": True, "seed": config.seed} if config.shuffle else {}
     if selector is not None and selector.selector_type != "sequential":
@@ -113,7 +114,7 @@ def _summary(source: TasksetSource) -> str:
 
 
 def _remedy(config: TasksetConfig, recorded: TasksetSource) -> str:
-    """Return what to do to get the recorded revision again, for an error."""
+    """Return advice, for an error, on how to get the recorded revision back."""
     if config.kind == "file":
         return "put the old file back"
     if config.kind == "reasoning_gym":

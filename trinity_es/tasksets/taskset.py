@@ -3,8 +3,8 @@
 `Taskset` checks every row when it is built, so a bad row stops a run before it starts and not at step 400. Rows are
 read on demand (`files.py`). `read` is a pure function of the cursor: the same cursor gives the same tasks on every
 machine, after any restart and for any batch size, and every row comes exactly once an epoch. (A `data_selector` may
-draw for each step and learn from the log: see `selectors.py`.) The caller keeps the cursors; the log has them in the
-transaction of the batch. Files must not change in use.
+draw for each step and learn from the log: see `selectors.py`.) The caller keeps the cursors, and the log stores them in
+the batch's transaction. Files must not change while they are in use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile
-from trinity_es.tasksets.generated import completed
+from trinity_es.tasksets.generated import with_scorer
 from trinity_es.tasksets.selectors import selector_of
 from trinity_es.tasksets.source import open_source
 
@@ -26,14 +26,14 @@ __all__ = ["Cursor", "Taskset"]
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in a taskset, after `offset` tasks of pass `epoch`. Both count from 0."""
+    """Position in a taskset: after `offset` tasks of epoch `epoch`. Both count from 0."""
 
     epoch: int = 0
     offset: int = 0
 
 
 class Taskset:
-    """One taskset. `len()` is the number of its rows.
+    """Tasks of one source, read by cursor. `len()` is the number of rows.
 
     Raises TasksetError, which names file and line, if a file can't be read, is empty, is not UTF-8, or has a row that
     is not a JSON object with the prompt key.
@@ -43,9 +43,9 @@ class Taskset:
         self, config: TasksetConfig, *, is_eval: bool = False, number: int = 0, recorded: TasksetSource | None = None,
         rows: RowFile | None = None,
     ) -> None:
-        """Open a taskset. `number`: its place among the training tasksets, `index["taskset_id"]` of its tasks.
+        """Open a taskset. `number`: its index among the training tasksets, which tasks have as `index["taskset_id"]`.
 
-        `recorded`: the source in the run's log (TasksetResolved) to open again. `rows`: used instead of a source.
+        `recorded`: the source in the run's log (TasksetResolved) to open again. `rows`: rows to use without a source.
         """
         self.is_eval, self.number = is_eval, number
         self.source: TasksetSource | None = None
@@ -54,7 +54,7 @@ class Taskset:
             self._file = rows
         else:
             self._file, self.source = open_source(config, recorded, is_eval=is_eval)
-        self.config = completed(config) if config.kind == "reasoning_gym" and rows is None else config
+        self.config = with_scorer(config) if config.kind == "reasoning_gym" and rows is None else config
         self.selector = selector_of(config, self._file)
 
     def __len__(self) -> int:
@@ -63,8 +63,8 @@ class Taskset:
     def read(self, cursor: Cursor, n: int) -> tuple[list[Task], Cursor]:
         """Return the next `n` tasks after `cursor`, across epochs, and the cursor after them.
 
-        Returns fewer than `n`, at last none, when the last epoch ends. Raises ValueError for a negative `n` or a cursor
-        outside of an epoch, TasksetError if the file changed since it was checked.
+        Returns fewer than `n` tasks, or none, at the end of the last epoch. Raises ValueError for a negative `n` or a
+        cursor outside of an epoch, TasksetError if the file changed since it was checked.
         """
         if n < 0:
             raise ValueError(f"n must be 0 or more, not {n}")
@@ -75,7 +75,7 @@ class Taskset:
         return self._tasks(self.selector.rows(position, count)), Cursor(*divmod(position + count, len(self)))
 
     def left(self, cursor: Cursor) -> float:
-        """Return how many tasks come after this cursor; inf if the taskset is endless."""
+        """Return the number of tasks after this cursor; inf if the taskset is endless."""
         if self.config.epochs is None:
             return math.inf
         return max(0, self.config.epochs * len(self) - (cursor.epoch * len(self) + cursor.offset))
@@ -91,7 +91,7 @@ class Taskset:
         return [self._task(row, sample) for row, sample in zip(rows, self._file.read(rows), strict=True)]
 
     def _task(self, row: int, sample: dict[str, Any]) -> Task:
-        """Return the task of a row; a workflow and a reward function that the row names go before the config's."""
+        """Return the task of a row. A workflow or reward that the row names overrides the config's."""
         config = self.config
         index: dict[str, Any] = {"taskset": config.name, "index": row}
         if not self.is_eval:
@@ -106,5 +106,5 @@ class Taskset:
 
 
 def _row_name(sample: dict[str, Any], key: str | None) -> str | None:
-    """Return the name at `key` of the row; None without a key or a name."""
+    """Return the row's value at `key`, a name; None if the key is None or not in the row."""
     return None if key is None else sample.get(key)

@@ -1,1 +1,1 @@
-"""Exports of the log to other tools: monitors, Prometheus, OpenTelemetry."""
+"""Export of metrics and traces from the log: monitors, Prometheus, OpenTelemetry."""

@@ -22,30 +22,30 @@ from trinity_es.events.values import BatchId
 __all__ = ["TYPES", "ExplorerTimes", "step_of"]
 
 TYPES = ("BatchSubmitted", "BatchFinalized", "BatchAborted", "WeightsPublished")
-"""Types of the events that are read."""
+"""Types of the events that `ExplorerTimes` needs."""
 
 
 def step_of(batch_id: BatchId) -> int:
-    """Return the step of a batch: its number, or the number that its id begins with; -1 if there is none."""
+    """Return the step of a batch: the number with which its id begins, -1 if it begins with none."""
     number = re.match(r"\d+", str(batch_id))
     return -1 if number is None else int(number.group())
 
 
 class ExplorerTimes:
-    """Fold of the log, which takes every event of `TYPES` in order."""
+    """Fold of the log that computes the explorer's metrics. It takes every event of `TYPES`, in order."""
 
     def __init__(self, interval: int, evals: str = "eval") -> None:
         self._interval, self._eval_name = interval, evals
         self._step_starts: dict[int, float] = {}
-        """Time of submission of each recent step."""
+        """Submission times of the last `interval` steps."""
         self._eval_starts: dict[int, float] = {}
-        """Time of submission of the first open eval on each step's weights."""
+        """Submission time of the first eval of each step that has open evals."""
         self._open_evals: dict[int, set[BatchId]] = {}
         self._last_step_end = 0.0
         self._version = 0
 
     def take(self, recorded: Recorded) -> dict[str, float]:
-        """Return the explorer metrics to report with this event; most events have none."""
+        """Fold an event, and return the metrics to report with it; {} for most events."""
         event, at = recorded.event, recorded.recorded_at
         match event:
             case ev.WeightsPublished():
@@ -66,7 +66,7 @@ class ExplorerTimes:
         return {}
 
     def _end_step(self, step: int, at: float) -> dict[str, float]:
-        """Note the end of a step, forget steps of earlier periods, and return the step's metrics."""
+        """Record the end of a step, forget steps of earlier sync periods, and return the step's metrics."""
         start = self._step_starts.get(step, at)
         metrics = {
             "rollout/model_version": float(self._version),
@@ -81,7 +81,7 @@ class ExplorerTimes:
         return metrics
 
     def _end_eval(self, batch_id: BatchId, at: float) -> dict[str, float]:
-        """Note the end of an eval; return the duration of its step's evals if it is the last of them."""
+        """Record the end of an eval. If its step has no other open eval, return the duration of the step's evals."""
         step = step_of(batch_id)
         open_evals = self._open_evals.get(step, set())
         open_evals.discard(batch_id)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: file with all metrics of a run, one JSON object per line."""
+"""The file `metrics.jsonl`, which has all metrics of a run, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import orjson
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.private_files import make_private_folder, open_private
 
-__all__ = ["DIGITS", "JsonlMonitor", "Place", "Row", "read_metrics"]
+__all__ = ["DIGITS", "JsonlMonitor", "LineId", "Row", "read_metrics"]
 
 DIGITS = 3
 """Decimal digits of a time in `metrics.jsonl`: milliseconds."""
@@ -23,7 +23,7 @@ _LOG = logging.getLogger("trinity_es.telemetry.monitors")
 
 
 class JsonlMonitor:
-    """Monitor `jsonl`. Each line has `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
+    """Monitor `jsonl`. A line has `step`, `time` (unix seconds), `position` (in the log), and the metrics by name."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -35,40 +35,40 @@ class JsonlMonitor:
     def _open(self) -> None:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
-    def begin(self, rows: Iterable[Row], places: Collection[Place]) -> int:
-        """Replace the file by one with `rows`, and return the old one's last log position.
+    def begin(self, rows: Iterable[Row], line_ids: Collection[LineId]) -> int:
+        """Replace the file by one with `rows`, and return the last log position of the old file.
 
-        The old file is kept under another name, and 0 returned, if it has a line of another run: one not in `places`.
+        If the old file has a line that is not in `line_ids`, it belongs to another run: it is renamed, and 0 returned.
         """
         lines = self.path.read_bytes().splitlines(keepends=True)
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             lines.pop()  # the run was killed while it wrote this line
-        old_places = [_place(line) for line in lines]
+        old_ids = [_line_id(line) for line in lines]
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))
             file.flush()
-            if not set(old_places) <= set(places):  # rename only now: if the rows can't be written, nothing changes
+            if not set(old_ids) <= set(line_ids):  # renamed only now, so that nothing changes if the write above fails
                 new_paths = (self.path.with_name(f"{self.path.name}.{n}") for n in count(1))
                 new_path = next(path for path in new_paths if not path.exists())
                 os.replace(self.path, new_path)
                 _LOG.warning("%s has lines of another run: it was renamed to %s", self.path, new_path)
-                old_places = []
+                old_ids = []
         self._file.close()
         self._open()
-        return max((position for _, position, _ in old_places), default=0)
+        return max((position for _, position, _ in old_ids), default=0)
 
     def log(
         self, metrics: Mapping[str, float], step: int, position: int | None = None, at: float | None = None
     ) -> None:
-        """Append a line. Raises OSError if the disk is full; the line is then written before the next one."""
+        """Append a line. If the disk is full, raises OSError, and the next call writes the line first."""
         self._unwritten.append(_line((metrics, step, position, at)))
         self._write()
 
     def _write(self) -> None:
-        """Write the waiting lines. Raises OSError if the disk is full; the file then ends with a whole line."""
+        """Write the waiting lines. If the disk is full, raises OSError, and leaves no partial line in the file."""
         while self._unwritten:
             size, line = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
-            if self._file.write(line) != len(line):  # the disk is full: remove the half line
+            if self._file.write(line) != len(line):  # the disk is full: remove the partial line
                 os.ftruncate(self._file.fileno(), size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             del self._unwritten[0]
@@ -82,12 +82,12 @@ class JsonlMonitor:
 
 Row = tuple[Mapping[str, float], int, int | None, float | None]
 """(metrics, step, log position, time of recording)."""
-Place = tuple[int, int, float]
-"""(step, position, time) of a line. The time tells apart two equal runs with the same steps at the same positions."""
+LineId = tuple[int, int, float]
+"""(step, position, time) of a line. The time distinguishes runs that have the same steps at the same positions."""
 
 
 def _line(row: Row) -> bytes:
-    """Return a row as a line of JSON, with the current time if it has none."""
+    """Encode a row as a line of JSON, with the current time if the row has none."""
     metrics, step, position, at = row
     fields = {} if position is None else {"position": position}
     seconds = round(time.time() if at is None else at, DIGITS)
@@ -95,8 +95,8 @@ def _line(row: Row) -> bytes:
     return orjson.dumps(data, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _place(line: bytes) -> Place:
-    """Return the place of a line; (-1, -1, 0) if it has none."""
+def _line_id(line: bytes) -> LineId:
+    """Return the step, position and time of a line; (-1, -1, 0) if it lacks one of them."""
     try:
         row = orjson.loads(line)
         return int(row["step"]), int(row["position"]), float(row["time"])
@@ -105,7 +105,7 @@ def _place(line: bytes) -> Place:
 
 
 def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
-    """Return all metrics of a `metrics.jsonl`, by step."""
+    """Read the metrics of a `metrics.jsonl`, by step and then by name."""
     steps: dict[int, dict[str, float]] = {}
     for line in Path(path).read_bytes().splitlines():
         row = orjson.loads(line)

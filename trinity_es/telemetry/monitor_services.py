@@ -20,23 +20,23 @@ __all__ = ["MlflowMonitor", "Monitor", "SwanlabMonitor", "TensorboardMonitor", "
 
 
 class Monitor(Protocol):
-    """Receiver of metrics. It is built once with its `monitor_args` and called from one thread.
+    """Receiver of metrics. It is built once, with its `monitor_args`, and called from one thread.
 
-    A class with a method `of_run(config, after, **monitor_args)` is built by that. `after` is that of `Monitors`.
+    A class with a method `of_run(config, after, **monitor_args)` is built by that method. `after`: the step of the
+    checkpoint that the run resumes from, or None.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take finite metrics of a step, by name. A step may come in several calls, and after later steps."""
+        """Take metrics of a step, by name; all are finite. A step may come in several calls, and after later steps."""
 
     def close(self) -> None:
-        """Write everything that is not written yet."""
+        """Write all metrics that are not written yet."""
 
 
 class TensorboardMonitor:
     """Monitor `tensorboard`: scalars in event files under `path` (default: `tensorboard/` in the run's folder).
 
-    Needs the package tensorboard, but neither torch nor tensorflow. A resumed run tells TensorBoard to drop the steps
-    that are repeated.
+    Needs the package tensorboard, but neither torch nor tensorflow. TensorBoard drops steps that a resumed run repeats.
     """
 
     @classmethod
@@ -54,7 +54,7 @@ class TensorboardMonitor:
             self._writer.flush()
 
     def _write(self, **fields: Any) -> None:
-        """Add an event with these fields and the current time."""
+        """Add an event of TensorBoard with these fields and the current time."""
         self._writer.add_event(self._events.Event(wall_time=time.time(), **fields))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -67,15 +67,15 @@ class TensorboardMonitor:
         self._writer.close()
 
 
-class _Service:
-    """A run with the config's project and name; arguments are those of the package's `init`.
+class _ServiceMonitor:
+    """Monitor that sends metrics to a run of wandb, swanlab or trackio; arguments are those of the package's `init`.
 
-    wandb and swanlab are offline with `mode: offline`; trackio stays on this machine without a `space_id`. A resumed
-    run continues the same run there, by an id made from project, name and store. Repeated steps have both values there;
-    swanlab keeps the first one.
+    The service's run has the config's project and name. wandb and swanlab are offline with `mode: offline`; trackio
+    stays on this machine without a `space_id`. A resumed run continues the same run of the service, by an id made from
+    project, name and store. Repeated steps then have both values; swanlab keeps the first one.
 
-    An eval often ends after later steps, and wandb drops metrics of steps before its newest. So wandb counts the calls
-    as its steps, and the real step is the metric `step`, the x axis of all others.
+    An eval often ends after later steps, and wandb drops metrics of steps before its newest. So each call is a step of
+    wandb, and the real step is the metric `step`, which is the x axis of all others.
     """
 
     package: ClassVar[str]
@@ -97,12 +97,12 @@ class _Service:
         self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **names[package], **args}
         self._folder = folder
         self._step_as_metric = package == "wandb"
-        """True if the step is a metric, since the service drops metrics of a step before its newest."""
+        """True if the step is sent as a metric, because the service drops metrics of steps before its newest."""
         self._run: Any = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the metrics of a step; the first call starts the service's run."""
-        if self._run is None:  # at the first use, since init may call a server
+        """Send the metrics of a step. The first call starts the service's run."""
+        if self._run is None:  # at the first use, because init may call a server
             make_private_folder(self._args.get("dir", self._folder))
             self._run = self._package.init(**self._args)
             if self._step_as_metric:
@@ -118,20 +118,20 @@ class _Service:
             self._run.finish()
 
 
-class WandbMonitor(_Service):
-    """`wandb`; needs the package."""
+class WandbMonitor(_ServiceMonitor):
+    """Monitor `wandb`, which needs the package wandb."""
 
     package = "wandb"
 
 
-class TrackioMonitor(_Service):
-    """`trackio`; needs the package."""
+class TrackioMonitor(_ServiceMonitor):
+    """Monitor `trackio`, which needs the package trackio."""
 
     package = "trackio"
 
 
-class SwanlabMonitor(_Service):
-    """`swanlab`; needs the package."""
+class SwanlabMonitor(_ServiceMonitor):
+    """Monitor `swanlab`, which needs the package swanlab."""
 
     package = "swanlab"
 
@@ -140,8 +140,8 @@ class MlflowMonitor:
     """Monitor `mlflow`: a run in the experiment of the config's project. Needs the package mlflow.
 
     `tracking_uri`: for example `http://localhost:5000` or `sqlite:///mlflow.db`; default: MLFLOW_TRACKING_URI.
-    `experiment`: its name. A resumed run continues the same run there, found by the tag `trinity_es.run`. Names have
-    `_at_` for `@` and `_` for other characters that MLflow refuses (it would refuse all metrics of the call).
+    `experiment`: another name of the experiment. A resumed run continues the same run of MLflow, found by the tag
+    `trinity_es.run`. In names of metrics `@` becomes `_at_`, and other characters that MLflow refuses become `_`.
     """
 
     @classmethod
@@ -158,8 +158,8 @@ class MlflowMonitor:
         self._mlflow_run_id = ""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the metrics of a step; the first call finds or makes the run in MLflow."""
-        if self._client is None:  # at the first use, since it calls a server
+        """Send the metrics of a step. The first call finds or creates the run in MLflow."""
+        if self._client is None:  # at the first use, because it calls a server
             client = self._make_client()
             experiment = client.get_experiment_by_name(self._experiment)
             experiment_id = (client.create_experiment(self._experiment) if experiment is None
@@ -172,8 +172,8 @@ class MlflowMonitor:
         milliseconds = round(time.time() * 1000)
         values = [self._metric_class(_mlflow_name(name), value, milliseconds, step)
                   for name, value in sorted(metrics.items())]
-        for first in range(0, len(values), _MOST_MLFLOW_METRICS):
-            self._client.log_batch(self._mlflow_run_id, metrics=values[first : first + _MOST_MLFLOW_METRICS])
+        for first in range(0, len(values), _MAX_MLFLOW_METRICS):
+            self._client.log_batch(self._mlflow_run_id, metrics=values[first : first + _MAX_MLFLOW_METRICS])
 
     def close(self) -> None:
         if self._client is not None:
@@ -181,25 +181,25 @@ class MlflowMonitor:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a valid MLflow name for a metric: without "..", since MLflow may use it as a path."""
+    """Return a name that MLflow accepts for a metric. It has no "..", since MLflow may use it as a path."""
     valid_name = re.sub(r"[^\w./: -]", "_", name.replace("@", "_at_"))
-    return posixpath.normpath(valid_name).strip("./")[:_MOST_MLFLOW_CHARACTERS] or "_"
+    return posixpath.normpath(valid_name).strip("./")[:_MAX_MLFLOW_CHARACTERS] or "_"
 
 
-_MOST_MLFLOW_CHARACTERS = 250
+_MAX_MLFLOW_CHARACTERS = 250
 """Maximum length of a metric's name in MLflow, in characters."""
-_MOST_MLFLOW_METRICS = 1000
+_MAX_MLFLOW_METRICS = 1000
 """Maximum number of metrics in a call of MLflow's REST API."""
 
 
 def _run_id(config: Config) -> str:
-    """Return an id that a run and its resumed runs share."""
+    """Return an id that stays the same when the run is resumed."""
     store = sha256(config.masked()["store"]["url"].encode()).hexdigest()[:8]
     return f"{config.project}-{config.name}-{store}"
 
 
 def _import_package(package: str, module: str) -> Any:
-    """Return this module of a monitor's package. Raises ConfigError if the package is missing."""
+    """Import a module of a monitor's package. Raises ConfigError if the package is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as e:

@@ -1,15 +1,13 @@
 """Monitors: receivers of the metrics of explorer steps, trainer steps and evals during a run.
 
-All have `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
-`wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is
-`module:Class`. A monitor that fails never stops a run: the text log names the failure once, and the monitor still gets
-the next steps.
+A monitor has the methods `log(metrics, step)` and `close()`. `jsonl` is always on. `tensorboard`, `wandb`, `trackio`,
+`mlflow` and `swanlab` need their packages (the extras of the same names); your own is `module:Class`. A monitor that
+fails never stops a run: the failure is logged once, and the monitor still gets the next steps.
 
-Monitors follow the log (BatchFinalized, BatchTrained, and the events of `trinity_es.telemetry.explorer_metrics`), so
-they work wherever explorer and trainer run. When a run starts or resumes, `metrics.jsonl` is rewritten from the log,
-then grows line by line. So no step has a metric twice, metrics of steps after the run's checkpoint are left out (these
-steps are trained again), and lines that an earlier process had no time to write are added. Each line has its log
-position.
+Metrics are read from the log (BatchFinalized, BatchTrained, and the events of `trinity_es.telemetry.explorer_metrics`),
+so monitors work wherever explorer and trainer run. When a run starts or resumes, `metrics.jsonl` is rewritten from the
+log; then it grows line by line. So no step has a metric twice, and lines that a killed process did not write are added.
+Metrics of steps after the run's checkpoint are left out, because these steps are trained again.
 """
 
 from __future__ import annotations
@@ -32,31 +30,31 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import Recorded
 from trinity_es.projections.reading.log_reader import Log, read_repeatedly
 from trinity_es.telemetry import explorer_metrics
-from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, Place, Row
+from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, LineId, Row
 from trinity_es.telemetry.monitor_services import Monitor
 from trinity_es.telemetry.opentelemetry import start_traces
 
 __all__ = ["Monitors"]
 
 CLOSE_SECONDS = 10.0
-"""Maximum seconds to wait at the end for slow monitors."""
-LOOK_SECONDS = 0.5
+"""How long `close` waits for slow monitors."""
+READ_SECONDS = 0.5
 """Interval between reads of the log."""
 _TYPES = (*explorer_metrics.TYPES, "BatchTrained")
 _STEP_PREFIXES = ("rollout/", "eval/", "bench/", "explorer/")
-"""Prefixes of metrics of steps and evals. A trainer's metric with such a prefix gets `trainer/` before it."""
+"""Prefixes of the explorer's metrics. A trainer's metric with such a prefix gets `trainer/` before it."""
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.telemetry.monitors")
 
 
 # --- all of a run's -------------------------------------------------------------------------------------------------
 class Monitors:
-    """All monitors of a run. `metrics.jsonl` has its own thread, the others share one, so none delays the run."""
+    """All monitors of a run. They never delay it: one thread writes `metrics.jsonl`, another calls the others."""
 
     def __init__(self, config: Config, *, after: float | None = None) -> None:
-        """`after`: step after which a resumed run trains again (inf: it repeats no step); None: a new run.
+        """Build the monitors. Raises ConfigError for an unknown name, a missing package or wrong arguments.
 
-        Raises ConfigError for an unknown name, a missing package or wrong arguments.
+        `after`: the step of the checkpoint that the run resumes from (inf: it repeats no step); None for a new run.
         """
         settings = config.monitor
         add_import_folders(config.code_path, first=False)
@@ -80,7 +78,7 @@ class Monitors:
             config.synchronizer.sync_interval, "bench" if config.mode == "bench" else "eval"
         )
         self._position: int | None = None
-        """Log position up to which everything is written; None before the first read."""
+        """Log position up to which all metrics are written; None before the first read."""
         self._warned_names: set[str] = set()
         self._jsonl_lock = threading.Lock()
         self._jsonl: JsonlMonitor | None = None
@@ -90,32 +88,32 @@ class Monitors:
             self._warn_once("jsonl", e)
         self._traces = start_traces(self._url, settings.otlp_endpoint)
         self._queue: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="monitors", daemon=True)
+        self._worker = threading.Thread(target=self._run_monitors, name="monitors", daemon=True)
         self._worker.start()
         self._stop = threading.Event()
         self._reader: threading.Thread | None = None
 
     def follow(self) -> None:
-        """Write the metrics of the log as they come, until `close`. The log need not exist yet."""
-        complain = partial(self._warn_once, "(the log)")
+        """Start a thread that writes new metrics of the log until `close`. The log need not exist yet."""
+        on_error = partial(self._warn_once, "(the log)")
         self._reader = threading.Thread(target=read_repeatedly, name="metrics", daemon=True,
-                                        args=(self._url, self._write_new_metrics, self._stop, LOOK_SECONDS, complain))
+                                        args=(self._url, self._write_new_metrics, self._stop, READ_SECONDS, on_error))
         self._reader.start()
 
     def log(
         self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None,
         at: float | None = None,
     ) -> None:
-        """Write metrics of a step. A name without a slash gets `prefix`; values that are not finite are left out."""
+        """Write metrics of a step. Names without a slash get `prefix`. Values that are not finite are left out."""
         finite_metrics = _finite_metrics(metrics, prefix)
         if finite_metrics:
             if self._jsonl is not None:
                 with self._jsonl_lock:
-                    self._try("jsonl", partial(self._jsonl.log, finite_metrics, step, position, at))
+                    self._call_monitor("jsonl", partial(self._jsonl.log, finite_metrics, step, position, at))
             self._queue.put((finite_metrics, step))
 
     def close(self) -> None:
-        """Write what the log has by now and end the monitors, without waiting longer than `CLOSE_SECONDS`."""
+        """Write the metrics that the log has by now, and close the monitors. Waits at most about CLOSE_SECONDS."""
         self._stop.set()
         deadline = time.monotonic() + CLOSE_SECONDS
         if self._reader is not None:
@@ -128,68 +126,68 @@ class Monitors:
             _LOG.warning("monitors %s did not end within %.0f s", ", ".join(self._monitors), CLOSE_SECONDS)
         if self._jsonl is not None:
             with self._jsonl_lock:
-                self._try("jsonl", self._jsonl.close)
+                self._call_monitor("jsonl", self._jsonl.close)
 
-    def _work(self) -> None:
-        """Give the queued metrics to the monitors, in their thread, until `close` queues None; then close them."""
+    def _run_monitors(self) -> None:
+        """Pass queued metrics to the monitors until `close` queues None; then close the monitors. Runs in a thread."""
         while (item := self._queue.get()) is not None:
             for name, monitor in self._monitors.items():
-                self._try(name, partial(monitor.log, *item))
+                self._call_monitor(name, partial(monitor.log, *item))
         for name, monitor in self._monitors.items():
-            self._try(name, monitor.close)
+            self._call_monitor(name, monitor.close)
 
-    def _try(self, name: str, call: Callable[[], None]) -> None:
-        """Call a monitor; its error is logged once."""
+    def _call_monitor(self, name: str, call: Callable[[], None]) -> None:
+        """Call a monitor, and log its error, if any, once."""
         try:
             call()
         except Exception as e:  # monitors are user code or call servers
             self._warn_once(name, e)
 
     def _warn_once(self, name: str, error: Exception) -> None:
-        """Log a monitor's error, unless one of it was logged before."""
+        """Log the first error of a monitor; its later errors are not logged."""
         if name not in self._warned_names:
             self._warned_names.add(name)
             _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)
 
     # --- following the log ------------------------------------------------------------------------------------------
     def _write_new_metrics(self, log: Log) -> None:
-        """Write the metrics of the events since the last call; at the first call, those of the whole log."""
+        """Write the metrics of all events since the last call; at the first call, of the whole log."""
         if self._position is None:
-            self._position = self._begin(log)
+            self._position = self._rewrite_jsonl(log)
         end = log.head().position
         for recorded in log.read(types=_TYPES, after=self._position):
-            if row := _row_of(recorded, self._times.take(recorded)):
+            if row := _metrics_row(recorded, self._times.take(recorded)):
                 metrics, step, position, at = row
                 self.log(metrics, step, "", position, at)
             self._position = recorded.position
         self._position = max(self._position, end)
 
-    def _begin(self, log: Log) -> int:
-        """Rewrite `metrics.jsonl`, give the other monitors what they lack, and return the log's last position.
+    def _rewrite_jsonl(self, log: Log) -> int:
+        """Rewrite `metrics.jsonl`, pass new metrics to the other monitors, and return the log's last position.
 
-        Steps trained after the resume step are trained again, so they don't count. If a step was trained several times,
-        the last one counts.
+        Training steps after the run's checkpoint are left out, because they are trained again. If a step was trained
+        several times, the last time counts.
         """
         end = log.head().position
-        places: set[Place] = set()
+        line_ids: set[LineId] = set()
         rows: dict[Any, tuple[bool, Row]] = {}
         for recorded in takewhile(lambda r: r.position <= end, log.read(types=_TYPES)):
-            row = _row_of(recorded, self._times.take(recorded))
+            row = _metrics_row(recorded, self._times.take(recorded))
             if row is None:
                 continue
             step, is_training = row[1], isinstance(recorded.event, ev.BatchTrained)
-            places.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
+            line_ids.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
             if self._after is not None and is_training and step > self._after:
                 continue
             key = recorded.position if self._after is None else (is_training, recorded.stream)
-            rows.pop(key, None)  # the later one counts, at its own place
+            rows.pop(key, None)  # the later row counts, in its own order
             is_repeated = self._after is None or (not is_training and step > self._after)
             rows[key] = is_repeated, row
         written_position = 0
         if self._jsonl is not None:
             try:
                 with self._jsonl_lock:
-                    written_position = self._jsonl.begin((row for _, row in rows.values()), places)
+                    written_position = self._jsonl.begin((row for _, row in rows.values()), line_ids)
             except OSError as e:
                 self._warn_once("jsonl", e)
         for is_repeated, (metrics, step, position, _) in rows.values():
@@ -198,8 +196,8 @@ class Monitors:
         return end
 
 
-def _row_of(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
-    """Return the row of an event's metrics together with the `explorer` metrics; None if it has none, or no step."""
+def _metrics_row(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
+    """Return an event's metrics and the `explorer` metrics as a row; None if the event has no metrics or no step."""
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
             metrics = _finite_metrics({**result["metrics"], **explorer}, "rollout")
@@ -216,6 +214,6 @@ def _row_of(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
 
 
 def _finite_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the metrics with finite values; a name without a slash gets the prefix."""
+    """Return the metrics with finite values. Names without a slash get the prefix."""
     full_names = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in full_names.items() if math.isfinite(value)}

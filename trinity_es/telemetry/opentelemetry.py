@@ -1,14 +1,14 @@
-"""OpenTelemetry traces of a log: one trace per batch, with a span for each task and for each of its attempts.
+"""OpenTelemetry traces of a log: one trace per batch, with a span for each task and each attempt.
 
 A lost attempt also has a span for each answer and step that its journal kept.
 
-`start_traces` follows a log in its own thread and sends each batch when it has ended, over OTLP/HTTP. It is off unless
-an endpoint is set (`monitor.otlp_endpoint`, or OpenTelemetry's variables). Times are those of the log. Ids derive from
-the log's generation, batch, task and attempt, so two processes that follow one log send the same spans. It sends only
-batches that end while it runs: batches that end between a stop and a restart are not sent.
+`start_traces` follows a log in its own thread, and sends each batch over OTLP/HTTP when the batch has ended. It is off
+unless an endpoint is set (`monitor.otlp_endpoint`, or OpenTelemetry's variables). Batches that end while no process
+follows the log are not sent. Times are those of the log. Ids derive from the log's generation, batch, task and attempt,
+so two processes that follow one log send the same spans.
 
-It can't disturb a run: the thread reads the log and holds one batch at a time. If sending fails, it gives that batch up
-and logs the failure once. Names of `ATTRIBUTES` follow the proposed `rl.*` conventions if these have one.
+Traces can't disturb a run: the thread only reads the log, and holds one batch at a time. If a batch can't be sent, it
+is skipped, and the failure is logged once. `ATTRIBUTES` have names of the proposed `rl.*` conventions, if there is one.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ ATTRIBUTES = {
     "rl.batch.tasks": "Batch: number of tasks.",
     "rl.batch.tasks.finished": "Batch: tasks whose runs all completed.",
     "rl.batch.tasks.failed": "Batch: tasks with a run that failed for good.",
-    "rl.batch.tasks.dropped": "Batch: tasks given up unfinished.",
+    "rl.batch.tasks.dropped": "Batch: tasks dropped before they finished.",
     "rl.batch.attempts.failed": "Batch: failed attempts.",
     "rl.task.index": "Task, attempt: the task's number in the batch.",
     "rl.task.state": "Task: `finished`, `failed` or `dropped`.",
     "rl.task.runs": "Task: number of its runs.",
-    "rl.task.attempts": "Task: units dispatched.",
+    "rl.task.attempts": "Task: number of dispatches to runners.",
     "rl.attempt": "Attempt: its number for these runs, from 1.",
-    "rl.attempt.first_run": "Attempt: its first run, of `rl.attempt.runs` consecutive ones.",
-    "rl.attempt.runs": "Attempt: number of its runs.",
+    "rl.attempt.first_run": "Attempt: number of its first run.",
+    "rl.attempt.runs": "Attempt: number of its runs, which are consecutive.",
     "rl.attempt.outcome": "Attempt: `finished`, `dropped`, `running` (its batch was aborted), or its failure's kind.",
     "rl.attempt.seconds": "Attempt: duration measured by the runner.",
     "rl.failure.kind": "Failed attempt: `data`, `workflow`, `timeout`, `grader`, `runner_lost`, `infra`.",
-    "rl.call.finish": "Kept answer: its finish reason; `partial` if it was not whole.",
-    "rl.call.kept": "Kept answer: its tokens that an earlier attempt had made.",
-    "rl.call.model": "Kept answer: the model that was asked.",
+    "rl.call.finish": "Kept answer: its finish reason; `partial` if it is incomplete.",
+    "rl.call.kept": "Kept answer: number of its tokens that an earlier attempt had generated.",
+    "rl.call.model": "Kept answer: the model that generated it.",
     "rl.call.tokens": "Kept answer: number of its tokens.",
     "rl.run": "Kept answer, step: the run of the task.",
     "rl.step.name": "Kept step: its name in the workflow.",
     "rl.step.state": "Kept step: `done` if its result was kept, else `begun`.",
     "rl.runner": "Attempt: its runner.",
-    "rl.runner.incarnation": "Attempt: the life of its runner.",
+    "rl.runner.incarnation": "Attempt: the incarnation (process number) of its runner.",
     "rl.weights.version": "Batch, attempt, kept answer: newest weights version among its tokens.",
     "rl.reward": "Batch, task: mean reward of its runs.",
     "rl.tokens.response": "Batch, task: number of response tokens.",
 }
-"""Attributes of spans and of the resource, with their meanings."""
+"""Attributes of spans and of the resource, by name, with their meanings."""
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-LOOK_SECONDS = 1.0
+READ_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 SPANS_PER_CALL = 500
 _WIDTH = 500
-"""Maximum number of characters of a text from outside."""
+"""Maximum number of characters of an error or another text in a span."""
 
 _LOG = logging.getLogger("trinity_es.traces")
 
@@ -88,8 +88,8 @@ def start_traces(url: str, endpoint: str | None = None) -> Traces | None:
     """Start to send the batches of the log at `url` that end from now on. Returns None if no endpoint is set.
 
     `endpoint`: address of an OTLP/HTTP receiver (`http://localhost:4318`); default: OpenTelemetry's own variables. If
-    the packages are missing, raises ConfigError if `endpoint` is given, and only warns for the variables, which may be
-    meant for other programs.
+    OpenTelemetry is not installed, raises ConfigError for an `endpoint`. For the variables, which may be meant for
+    other programs, a warning is logged.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -113,10 +113,10 @@ def _make_exporter(endpoint: str | None) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as e:
         raise ConfigError(
-            f"traces need the packages of OpenTelemetry ({e}): pip install 'trinity-es[otel]', or leave out "
-            "monitor.otlp_endpoint"
+            f"traces need the packages of OpenTelemetry ({e}): pip install 'trinity-es[otel]', or remove "
+            "monitor.otlp_endpoint from the config"
         ) from e
-    # The exporter logs every failure; this module logs one.
+    # The exporter would log every failure; this module logs the first one.
     logging.getLogger("opentelemetry.exporter.otlp.proto.http").setLevel(logging.CRITICAL)
     if endpoint is None:
         return OTLPSpanExporter()
@@ -124,15 +124,15 @@ def _make_exporter(endpoint: str | None) -> SpanExporter:
 
 
 class Traces:
-    """Sender of each batch of a log to `exporter` when it has ended, from `start` until `close`."""
+    """Sends each batch of a log to `exporter` when the batch has ended, from `start` until `close`."""
 
-    def __init__(self, url: str, exporter: SpanExporter, *, interval: float = LOOK_SECONDS) -> None:
+    def __init__(self, url: str, exporter: SpanExporter, *, interval: float = READ_SECONDS) -> None:
         self._url, self._exporter = url, exporter
         self._stop = threading.Event()
         self._warned_actions: set[str] = set()
-        """Actions whose failure was logged."""
+        """Actions ("reading the log", "sending") whose failure was logged."""
         self._generation: str | None = None
-        """Generation of the log at the last read; None before the first."""
+        """Generation of the log at the last read; None before the first read."""
         self._position = 0
         """Position up to which the log was read."""
         self._sent_hashes: set[bytes] = set()
@@ -143,23 +143,23 @@ class Traces:
         )
 
     def start(self) -> None:
-        """Start the thread; it sends only batches that end from now on."""
+        """Start the thread. It sends only batches that end from now on."""
         try:
             with open_log(self._url) as log:
                 self._start_from_head(log)
-        except LogNotFound:  # the log is yet to be created
+        except LogNotFound:  # the log does not exist yet
             self._generation = ""
         except Exception as e:  # the thread tries again
             self._warn_once("reading the log", e)
         self._thread.start()
 
     def _start_from_head(self, log: Log) -> None:
-        """Count all events that the log has now as read."""
+        """Skip all events that the log has now."""
         head = log.head()
         self._generation, self._position = head.generation, head.position
 
     def close(self) -> None:
-        """Send the batches that have ended by now, for at most a few seconds."""
+        """Send the batches that have ended by now, within CLOSE_SECONDS, and shut the exporter down."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
         closing = threading.Thread(target=self._exporter.shutdown, name="traces-end", daemon=True)
@@ -167,11 +167,11 @@ class Traces:
         closing.join(1.0)
 
     def _send_ended_batches(self, log: Log) -> None:
-        """Send each batch that has ended since the last call."""
+        """Send each batch that has ended since the last call, once."""
         if self._generation is None:
             self._start_from_head(log)
         head = log.head()
-        if head.generation != self._generation:  # another run's log: all of it is new
+        if head.generation != self._generation:  # a new log at this URL: all of it is unread
             self._generation, self._position = head.generation, 0
         self._position = min(self._position, head.position)  # the log was restored from a copy
         for final_event in log.rare(["BatchFinalized", "BatchAborted"], after=self._position):
@@ -180,11 +180,11 @@ class Traces:
                 continue
             self._sent_hashes.add(final_event.hash)  # before sending, so that no batch is sent twice
             try:
-                self._send(log, final_event)
+                self._send_batch(log, final_event)
             except Exception as e:
                 self._warn_once("sending", e)
 
-    def _send(self, log: Log, final_event: Recorded) -> None:
+    def _send_batch(self, log: Log, final_event: Recorded) -> None:
         """Send the spans of the batch that this event ended. Raises OSError if the receiver refuses them."""
         events = takewhile(lambda r: r.position <= final_event.position, log.read(stream=final_event.stream))
         timeline = fold_timeline(events)
@@ -193,10 +193,10 @@ class Traces:
         spans = list(spans_of(timeline, final_event.stream, log.head().generation, masked(log.url), parts))
         for first in range(0, len(spans), SPANS_PER_CALL):
             if self._exporter.export(spans[first : first + SPANS_PER_CALL]).name != "SUCCESS":
-                raise OSError(f"the OTLP receiver did not take {len(spans)} spans of {final_event.stream}")
+                raise OSError(f"the OTLP receiver refused {len(spans)} spans of {final_event.stream}")
 
     def _warn_once(self, action: str, error: Exception) -> None:
-        """Log an error, unless one of the same action was logged before."""
+        """Log the first error of an action; later ones of the same action are not logged."""
         if action not in self._warned_actions:
             self._warned_actions.add(action)
             _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", action,
@@ -207,9 +207,9 @@ def spans_of(
     timeline: BatchTimeline, stream: str, generation: str, url: str = "",
     parts: Mapping[str, Sequence[JournalPart]] | None = None,
 ) -> Iterator[ReadableSpan]:
-    """Yield the spans of an ended batch: its own, then those of each task and its attempts.
+    """Yield the spans of an ended batch: the batch's own span, then those of each task and its attempts.
 
-    `parts`: the answers and steps that the journals of lost attempts kept, by the digest of their payload.
+    `parts`: answers and steps that the journals of lost attempts kept, by the digest of the journal's payload.
     """
     spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
@@ -238,7 +238,7 @@ def spans_of(
 
 
 def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: float) -> Iterator[ReadableSpan]:
-    """Yield the spans of a task and of its attempts; a task that was not settled ends with its batch."""
+    """Yield the spans of a task and of its attempts. The span of an unfinished task ends with its batch."""
     end = batch_end if task.ended_at is None else task.ended_at
     start = task.attempts[0].dispatched_at if task.attempts else end
     last_message = next((a.message for a in reversed(task.attempts) if a.message), "")
@@ -251,7 +251,7 @@ def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: 
         },
         error=last_message if task.state == "failed" else None,
     )
-    # An attempt is dispatched twice if its coordinator died in between.
+    # An attempt is dispatched again under the same number if the coordinator died after the first dispatch.
     dispatch_counts: Counter[tuple[int, int]] = Counter()
     for attempt in task.attempts:
         key = attempt.run_id_base, attempt.attempt
@@ -262,7 +262,7 @@ def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: 
 def _part_spans(
     spans: _SpanFactory, batch: str, task: TaskTimeline, parts: Mapping[str, Sequence[JournalPart]]
 ) -> Iterator[ReadableSpan]:
-    """Yield the spans of the answers and steps of each lost attempt, from its first to its last record of each."""
+    """Yield a span for each answer and step that the journal of a lost attempt kept."""
     for kept in (attempt.kept for attempt in task.attempts if attempt.kept is not None):
         dispatches = [a for a in task.attempts if (a.runner, a.incarnation, a.attempt) ==
                       (kept.runner, kept.incarnation, kept.attempt) and
@@ -270,7 +270,7 @@ def _part_spans(
         if not dispatches:
             continue
         lost_attempt = dispatches[-1]
-        # Parts of earlier attempts, which this one continued, have spans of their own.
+        # The journal begins with the parts of earlier attempts, which have their own spans.
         earlier_seconds = 0.0 if lost_attempt.kept is None else lost_attempt.kept.seconds
         attempt_key = task.task, lost_attempt.run_id_base, lost_attempt.attempt, len(dispatches)
         for number, part in enumerate(parts.get(kept.payload, ())):
@@ -284,7 +284,7 @@ def _part_span(
     spans: _SpanFactory, batch: str, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...],
     journal_start: float, earlier_seconds: float,
 ) -> ReadableSpan:
-    """Return the span of a kept answer or step. `journal_start`: the time that the part's seconds count from."""
+    """Return the span of a kept answer or step. The part's times count from `journal_start`."""
     attributes: dict[str, Any] = {"rl.batch.id": batch, "rl.task.index": key[0], "rl.run": part.run}
     if part.step:
         attributes |= {"rl.step.name": part.step[:_WIDTH], "rl.step.state": part.finish or "begun"}
@@ -301,7 +301,7 @@ def _part_span(
 def _attempt_span(
     spans: _SpanFactory, batch: str, task: int, attempt: Attempt, dispatch: int, end: float
 ) -> ReadableSpan:
-    """Return the span of an attempt's `dispatch`-th dispatch; one that did not end ends with its task, at `end`."""
+    """Return the span of an attempt's `dispatch`-th dispatch. An open attempt ends with its task, at `end`."""
     has_failed = attempt.outcome not in ("finished", "dropped", "running")
     return spans.span(
         "rl.attempt", (task, attempt.run_id_base, attempt.attempt, dispatch), (task,), attempt.dispatched_at,
@@ -318,7 +318,7 @@ def _attempt_span(
 
 
 class _SpanFactory:
-    """Maker of one trace's spans, whose ids derive from `seed`."""
+    """Creates the spans of one trace. Their ids derive from `seed`."""
 
     def __init__(self, seed: str, resource: Mapping[str, str]) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -331,8 +331,8 @@ class _SpanFactory:
         self._scope = InstrumentationScope("trinity_es", VERSION)
         self._flags = TraceFlags(TraceFlags.SAMPLED)
 
-    def _context(self, key: tuple[int, ...]) -> Any:
-        """Return the ids of the span with this key."""
+    def _span_context(self, key: tuple[int, ...]) -> Any:
+        """Return the trace id and span id of the span with this key."""
         from opentelemetry.trace import SpanContext
 
         digest = sha256(f"{self._seed}\0{key}".encode()).digest()
@@ -342,13 +342,13 @@ class _SpanFactory:
         self, name: str, key: tuple[int, ...], parent: tuple[int, ...] | None, start: float, end: float,
         attributes: Mapping[str, Any], *, error: str | None = None, turns: list[tuple[float, str]] | None = None,
     ) -> ReadableSpan:
-        """Return a span. `key` identifies it in its trace, `parent` its parent span. Times are unix seconds."""
+        """Return a span. `key` identifies the span in its trace, `parent` its parent. Times are unix seconds."""
         from opentelemetry.sdk.trace import Event, ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         status = Status(StatusCode.OK) if error is None else Status(StatusCode.ERROR, error[:_WIDTH])
         return ReadableSpan(
-            name, context=self._context(key), parent=None if parent is None else self._context(parent),
+            name, context=self._span_context(key), parent=None if parent is None else self._span_context(parent),
             resource=self._resource, attributes={k: v for k, v in attributes.items() if v is not None},
             events=[Event("rl.batch.turn", {"rl.text": what[:_WIDTH]}, _nanoseconds(at)) for at, what in turns or []],
             kind=SpanKind.INTERNAL, status=status, start_time=_nanoseconds(start),

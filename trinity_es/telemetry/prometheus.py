@@ -1,9 +1,9 @@
 """Prometheus metrics of a log: `prometheus_text(log)`, which the dashboard serves under `/metrics`.
 
-Every number comes from the read models and the head of the log, so the cost of a scrape does not grow with the log, and
-the log of a dead run works too. Labels take values from fixed lists, except `host`: a run over several hosts has series
-for each host by name, and for the head's own as `(head)`; a run on one host has none of these. Counters count the last
-submission of each batch, so they decrease, as after a restart, when an id is used again.
+Every number comes from the read models and the head of the log. So the cost of a scrape does not grow with the log, and
+the log of a dead run has metrics too. Labels take values from fixed lists, except `host`. If hosts have joined the run,
+there are series for each host by name, and for the head's host as `(head)`; otherwise these series are left out.
+Counters count the last submission of each batch, so they decrease, as after a restart, when a batch id is used again.
 
 `python -m trinity_es.telemetry.prometheus` prints docs/METRICS.md.
 """
@@ -27,15 +27,15 @@ __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
-"""States of a runner's last life. `starting`: it lives, but its engine is not ready yet."""
+"""States of a runner's newest process. `starting`: the process runs, and its engine is not ready yet."""
 LEASE_STATES = ("taken", "held", "orphaned")
 HEAD = "(head)"
-"""Label of the head's own host; no host can have this name."""
+"""Value of the label `host` for the head's own host. A joined host can't have this name."""
 HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 class _Facts:
-    """What the metrics of one scrape are computed from, read from the log at once."""
+    """Input of the metrics of one scrape, read from the log."""
 
     def __init__(self, log: Log, now: float) -> None:
         head = log.head()
@@ -47,7 +47,7 @@ class _Facts:
         self.totals, self.model_version = log.totals(), log.model_version()
         self.leases, self.hosts, self.lives = log.leases(), log.hosts(), log.runner_lives()
         self.last_train = trains[0] if trains else None
-        """Train batch that was finalized last."""
+        """The train batch that was finalized last."""
         self.trained_step = trained[0].trained_step if trained else None
         self.losses = log.losses()
         self.stalls, self.coordinators = (
@@ -60,11 +60,11 @@ class _Facts:
         return sum(getattr(row, column) for row in self.totals)
 
     def last_lives(self) -> list[RunnerIncarnation]:
-        """Return the last life of each runner."""
+        """Return the newest process of each runner."""
         return list({life.runner: life for life in self.lives}.values())
 
     def host_names(self) -> list[str]:
-        """Return "" for the head's own and each host that ever joined; [] if none joined."""
+        """Return "" for the head's host and the name of each host that ever joined; [] if no host joined."""
         return ["", *sorted({life.host for life in self.hosts})] if self.hosts else []
 
 
@@ -78,17 +78,17 @@ class Metric:
     kind: Literal["counter", "gauge"]
     help: str
     read: Callable[[_Facts], Samples] = field(repr=False)
-    """Function that yields (label values, value) of each series."""
+    """Function that yields (label values, value) for each series."""
     labels: tuple[str, ...] = ()
 
 
-def _counter(name: str, help: str, column: str) -> Metric:
+def _column_counter(name: str, help: str, column: str) -> Metric:
     """Return a counter of this column's sum over all batches."""
     return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
 
 
 def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
-    """Return a metric with one series, which is left out while its value is None."""
+    """Return a metric without labels. It is left out while its value is None."""
 
     def read(facts: _Facts) -> Samples:
         number = value(facts)
@@ -98,8 +98,8 @@ def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Call
     return Metric(name=name, kind=kind, help=help, read=read)
 
 
-def _batches(facts: _Facts) -> Samples:
-    """Yield the number of batches of each type and state, also if it is 0."""
+def _batch_counts(facts: _Facts) -> Samples:
+    """Yield the number of batches of each type and state, including 0."""
     counts = {(row.batch_type, row.state): row.batches for row in facts.totals}
     for batch_type in get_args(BatchType):
         for state in BatchLifecycleState:
@@ -107,7 +107,7 @@ def _batches(facts: _Facts) -> Samples:
 
 
 def _label_counts(labels: Sequence[str], read_labels: Callable[[_Facts], Iterable[str]]) -> Callable[[_Facts], Samples]:
-    """Return a reader that counts how often each of these label values occurs."""
+    """Return a reader of samples that counts how often `read_labels` yields each of `labels`."""
 
     def read(facts: _Facts) -> Samples:
         counts = Counter(read_labels(facts))
@@ -117,69 +117,68 @@ def _label_counts(labels: Sequence[str], read_labels: Callable[[_Facts], Iterabl
 
 
 def _host_states(facts: _Facts) -> Samples:
-    """Return the number of hosts in each state; no series if no host ever joined."""
+    """Return the number of joined hosts in each state; no sample if no host ever joined."""
     read_states = _label_counts(HOST_STATES, lambda f: (life.state for life in last_lives(f.hosts).values()))
     return read_states(facts) if facts.hosts else iter(())
 
 
 def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Samples]:
-    """Return a reader with a series for the head's own host and each host that ever joined; none if none joined."""
+    """Return a reader of samples that calls `value` for the head's host and for each host that ever joined."""
     return lambda facts: (((host or HEAD,), value(facts, host)) for host in facts.host_names())
 
 
 def _host_runners(facts: _Facts) -> Samples:
     """Yield the number of runners of each host in each state."""
-    counts = Counter((host_of(life.runner), _state_of(life)) for life in facts.last_lives())
+    counts = Counter((host_of(life.runner), _runner_state(life)) for life in facts.last_lives())
     for host in facts.host_names():
         for state in RUNNER_STATES:
             yield (host or HEAD, state), float(counts[host, state])
 
 
-def _finished_on(facts: _Facts, host: str) -> float:
-    """Return the number of tasks that a host finished. "" is the head's own, which has all those of no joined host."""
+def _finished_tasks_on(facts: _Facts, host: str) -> float:
+    """Return the number of tasks that a host finished. "" is the head: all tasks that no joined host finished."""
     if host:
         return float(facts.finished_by_host.get(host, 0))
     return float(facts.sum_of("finished") - sum(facts.finished_by_host.values()))
 
 
 def _deaths_on(facts: _Facts, host: str) -> float:
-    """Return how many lives of a host's runners ended unintentionally, other than with the whole host."""
+    """Return how many runner processes of a host died, not counting those that ended with the whole host."""
     lives = [life for life in facts.lives if host_of(life.runner) == host]
     return float(sum(life.died and not life.went_with_host for life in lives))
 
 
-def _state_of(life: RunnerIncarnation) -> str:
-    """Return the state of a runner's life, one of `RUNNER_STATES`."""
+def _runner_state(life: RunnerIncarnation) -> str:
+    """Return the state of a runner's process, one of `RUNNER_STATES`."""
     return "starting" if life.how == "running" and life.ready_at is None else life.how
 
 
 def _last_train_value(column: str) -> Callable[[_Facts], float | None]:
-    """Return a reader of this column of the train batch that was finalized last."""
+    """Return a function that reads this column of the train batch that was finalized last."""
     return lambda facts: None if facts.last_train is None else getattr(facts.last_train, column)
 
 
 def _last_train_seconds(facts: _Facts) -> float | None:
-    """Return the seconds from submission to end of the train batch that was finalized last."""
     batch = facts.last_train
     return None if batch is None or batch.ended_at is None else batch.ended_at - batch.submitted_at
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batches,
+    Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batch_counts,
            help="Batches by type and state."),
-    _counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
-    _counter("trinity_es_tasks_finished_total", "Tasks whose runs all completed.", "finished"),
-    _counter("trinity_es_tasks_failed_total", "Tasks with a run that failed for good.", "failed"),
-    _counter("trinity_es_tasks_dropped_total", "Tasks given up unfinished: their batch had enough or was aborted.",
-             "dropped"),
+    _column_counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
+    _column_counter("trinity_es_tasks_finished_total", "Tasks whose runs all completed.", "finished"),
+    _column_counter("trinity_es_tasks_failed_total", "Tasks with a run that failed for good.", "failed"),
+    _column_counter("trinity_es_tasks_dropped_total",
+             "Tasks dropped before they finished, because their batch had enough or was aborted.", "dropped"),
     Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
            read=lambda f: (((kind,), float(f.losses.get(("attempt", kind), 0))) for kind in get_args(FailureKind)),
-           help="Failed attempts by kind of failure; an attempt whose runs failed in two ways counts under both."),
-    _counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
+           help="Failed attempts by kind of failure. An attempt whose runs failed in two ways counts under both."),
+    _column_counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
     _single("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters dropped.",
          lambda f: sum(count for (kind, _), count in f.losses.items() if kind == "experience")),
-    _counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
-    _counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
+    _column_counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
+    _column_counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
     _single("gauge", "trinity_es_batch_reward", "Mean reward of the last finalized train batch.",
          _last_train_value("reward")),
     _single("gauge", "trinity_es_batch_staleness_versions", "Mean number of versions that the weights of the last "
@@ -190,32 +189,32 @@ METRICS: tuple[Metric, ...] = (
     _single("gauge", "trinity_es_weights_version", "Current version of the weights; 0: none was published.",
          lambda f: f.model_version),
     Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
-           read=_label_counts(RUNNER_STATES, lambda f: map(_state_of, f.last_lives())),
-           help="Runners by the state of their last life."),
-    _single("counter", "trinity_es_runner_deaths_total", "Lives of runners that ended unintentionally.",
+           read=_label_counts(RUNNER_STATES, lambda f: map(_runner_state, f.last_lives())),
+           help="Runners by the state of their newest process."),
+    _single("counter", "trinity_es_runner_deaths_total", "Runner processes that ended unintentionally.",
          lambda f: sum(life.died for life in f.lives)),
     Metric(name="trinity_es_hosts", kind="gauge", labels=("state",), read=_host_states,
-           help="Hosts that ever joined the run, by the state of their last life."),
+           help="Hosts that ever joined the run, by their newest state."),
     _single("counter", "trinity_es_hosts_lost_total", "Number of times that a host was lost.",
          lambda f: sum(life.state == "lost" for life in f.hosts) if f.hosts else None),
     Metric(name="trinity_es_host_runners", kind="gauge", labels=("host", "state"), read=_host_runners,
-           help="Runners of a host by the state of their last life."),
-    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",), read=_by_host(_finished_on),
-           help="Tasks whose runs all completed, by the host that ended them."),
+           help="Runners of a host by the state of their newest process."),
+    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",),
+           read=_by_host(_finished_tasks_on), help="Tasks whose runs all completed, by the host that completed them."),
     Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=("host",), read=_by_host(_deaths_on),
-           help="Lives of a host's runners that ended unintentionally, without those that went with the host."),
-    _single("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
+           help="Runner processes of a host that ended unintentionally, but not together with the whole host."),
+    _single("counter", "trinity_es_coordinator_starts_total", "Starts of coordinators.",
          lambda f: f.coordinators),
     _single("counter", "trinity_es_stalls_total", "Number of times that a batch stalled.",
          lambda f: f.stalls),
     Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
            read=_label_counts(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
-           help="Unreleased leases; `orphaned`: their run is over."),
+           help="Unreleased leases of sandboxes and sessions. `orphaned`: the run that took the lease is over."),
     _single("gauge", "trinity_es_leases_failing", "Leases whose release failed and is tried again.",
          lambda f: sum(bool(e.error) for e in f.leases)),
-    _single("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
+    _single("gauge", "trinity_es_log_head_position", "Position of the last event, the number of events in the log.",
          lambda f: f.position),
-    _single("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
+    _single("gauge", "trinity_es_last_event_timestamp_seconds", "Time of the last event, in unix seconds.",
          lambda f: f.last_at),
     _single("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
          lambda f: None if f.last_at is None else max(0.0, f.now - f.last_at)),
@@ -223,7 +222,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def prometheus_text(log: Log, now: float | None = None) -> bytes:
-    """Return the log's metrics in Prometheus's text format. `now`: unix seconds. Raises LogError for read models."""
+    """Return the log's metrics in Prometheus's text format. `now`: unix seconds. Raises LogError."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
@@ -232,7 +231,7 @@ def prometheus_text(log: Log, now: float | None = None) -> bytes:
 
 
 class _Collector:
-    """Collector of `METRICS` in the form that the package prometheus_client asks for."""
+    """Collector of `METRICS` with the interface that the package prometheus_client requires."""
 
     def __init__(self, facts: _Facts) -> None:
         self._facts = facts
@@ -245,7 +244,7 @@ class _Collector:
             family = family_class(metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.read(self._facts):
                 family.add_metric(labels, value)
-            # Metrics of hosts are left out if no host has joined; others without a series still show their help.
+            # Metrics of hosts are left out if no host has joined; others without samples still show their help.
             if family.samples or not metric.name.startswith("trinity_es_host"):
                 yield family
 
@@ -255,7 +254,7 @@ _STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATE
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, type, labels with their values, meaning) of every metric."""
+    """Yield (name, type, labels with their values, meaning) of each metric, for docs/METRICS.md."""
     values = {"type": get_args(BatchType), "state": tuple(BatchLifecycleState), "kind": get_args(FailureKind)}
     for metric in METRICS:
         label_values = values | {"state": _STATES.get(metric.name, values["state"])}
@@ -268,9 +267,9 @@ def main() -> None:
     """Print docs/METRICS.md."""
     lines = [
         "# Metrics", "",
-        "Metrics that the dashboard serves under `/metrics` for Prometheus. This page is printed by",
-        "`python -m trinity_es.telemetry.prometheus`. Metrics without a value are left out, and so are those of hosts",
-        "if no host has joined.", "",
+        "The dashboard serves these metrics under `/metrics` for Prometheus. This page is printed by",
+        "`python -m trinity_es.telemetry.prometheus`. Metrics without a value are left out, as are those of hosts if",
+        "no host has joined.", "",
         "| metric | type | labels | meaning |", "|---|---|---|---|",
         *(f"| `{name}` | {kind} | {labels} | {meaning} |" for name, kind, labels, meaning in describe()),
     ]

@@ -1,1 +1,1 @@
-"""New weights, into every engine."""
+"""Publishing new weights to the engines, and reading the current ones."""

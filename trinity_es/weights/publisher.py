@@ -1,7 +1,7 @@
 """Publishing of new weights to the engines, for `RolloutClient.sync_weights`.
 
-Tensors are first written to shared memory, so that engines that start later find them. Engines load that folder or,
-with `sync_method: nccl`, receive the tensors while requests are paused, which is faster.
+Tensors are first written to shared memory, so that engines that start later find them. Engines load the folder there
+or, with `sync_method: nccl`, receive the tensors while requests are paused, which is faster.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _log = logging.getLogger(__name__)
 
 
 class SendCommand(Protocol):
-    """Function that sends a command to the coordinator, and waits for its answer as long as the command may take."""
+    """Function that sends a command to the coordinator, and waits up to `timeout` seconds for the answer."""
 
     def __call__(self, command: Command[A], timeout: float) -> A: ...
 
 
 class Publisher:
-    """Publisher of weights from this process. `open_log` opens the run's log."""
+    """Publisher of weights from this process. `open_log` returns the run's log."""
 
     def __init__(self, config: Config, send_command: SendCommand, open_log: Callable[[], Log]) -> None:
         self.config, self.send_command, self.open_log = config, send_command, open_log
         self._timeout = config.synchronizer.sync_timeout
         self.sender: WeightSender | None = None
-        """This process's end of the group that tensors are sent over; None if there is no usable group."""
+        """This process's end of the NCCL group that sends tensors; None if there is no usable group."""
 
     def _send_command(self, command: Command[A], timeout: float) -> A:
         """Send a command and return its answer. Raises SyncError if none comes in time."""
@@ -65,7 +65,7 @@ class Publisher:
             raise SyncError(f"the coordinator did not answer {command.name} within {timeout} s") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Have the engines load weights, a folder or named tensors, and return the coordinator's answer."""
+        """Publish weights (a folder or named tensors) to the engines, and return the coordinator's answer."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
         over_group = self.config.synchronizer.sync_method == "nccl" and self._ensure_group(weights)
@@ -83,7 +83,7 @@ class Publisher:
         return dict(answer)
 
     def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
-        """Check the LoRA adapter in this folder, have the engines load it, and return the coordinator's answer."""
+        """Check the LoRA adapter in this folder, publish it to the engines, and return the coordinator's answer."""
         model = self.config.explorer.rollout_model
         folder = Path(path).absolute()
         shapes, _ = reference_shapes(model.model_path)
@@ -98,13 +98,13 @@ class Publisher:
         self._send_command(RemoveAdapter(adapter=name), self._timeout)
 
     def republish(self, version: int, path: str) -> None:
-        """Publish a new path of the current version, whose folder was lost."""
+        """Publish a new path for the current version, whose folder was lost."""
         method = "memory" if memory_dir(self.config) in Path(path).parents else "checkpoint"
         command = SyncWeights(version=version, path=path, timeout=self._timeout, method=method, again=True)
         self._send_command(command, self._timeout)
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
-        """Have the engines load a checkpoint's folder. Raises SyncError if an engine could not load it."""
+        """Publish a checkpoint's folder to the engines. Raises SyncError if an engine could not load it."""
         folder = Path(path).absolute()
         model = self.config.explorer.rollout_model
         if model.engine_type in ("vllm", "http"):
@@ -129,15 +129,15 @@ class Publisher:
         return len(answer["runners"]) >= engine_count
 
     def clean_up(self) -> None:
-        """Remove weights from memory that the system, which has ended, will not need when it comes back."""
+        """After the system has ended, remove all weights from shared memory except the current version."""
         with contextlib.suppress(TrinityError):
             forget_memory(self.config, keep=current_weights(self.open_log()).path)
 
     # --- over a group -----------------------------------------------------------------------------------------------
     def _ensure_group(self, state: Mapping[str, Any]) -> bool:
-        """Make a group of this process and the engines unless there is one; return False if that fails.
+        """Make an NCCL group of this process and the engines, unless there is one. Return False if that fails.
 
-        Without a group, engines load from shared memory. `state`: tensors on the GPU that this process sends from.
+        Without a group, engines load from shared memory. `state`: tensors on the GPU from which this process sends.
         """
         if self.sender is None or not self._send_command(CheckWeightGroup(), self._timeout):
             address = self.config.system.address
@@ -154,7 +154,10 @@ class Publisher:
     def make_group(
         self, address: str, port: int, meta: Sequence[Any] | None = None, *, device: int | None
     ) -> dict[str, Any]:
-        """Make a group for `RolloutClient.setup_weight_sync_group`. `device`: this process's GPU."""
+        """Make an NCCL group of this process and the engines, and return the coordinator's answer. Raises SyncError.
+
+        `meta`: (name, dtype, shape) of each tensor, to check against the model. `device`: this process's GPU.
+        """
         model = self.config.explorer.rollout_model
         if self.config.synchronizer.sync_method != "nccl":
             raise SyncError("engines can't join a process group for weights with synchronizer.sync_method "
@@ -182,7 +185,7 @@ class Publisher:
         return {**answer, "world_size": 1 + engines * workers}
 
     def _send_over_group(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
-        """Send the tensors over the group while the engines carry out the command, and return its answer."""
+        """Send the tensors over the group while the engines execute the command, and return the command's answer."""
         sender = self.sender
         assert sender is not None
         sending = _ThreadedCall(lambda: sender.send(state))
@@ -195,7 +198,7 @@ class Publisher:
 
 
 def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
-    """Return the GPU of the first of these tensors, else the one that this thread uses; None without a GPU."""
+    """Return the GPU of the first CUDA tensor, else the GPU that this thread uses; None without a GPU."""
     torch = sys.modules.get("torch")  # a process with tensors has imported torch
     if torch is None or not torch.cuda.is_available():
         return None
@@ -206,7 +209,7 @@ def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
 
 
 class _ThreadedCall:
-    """A call in a thread of its own. If it never returns, it does not keep the process from ending."""
+    """Call in its own daemon thread, so that a call that never returns does not keep the process from ending."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.value: Any = None
@@ -222,7 +225,7 @@ class _ThreadedCall:
         self.thread.start()
 
     def result(self, timeout: float) -> Any:
-        """Wait for the call and return its result. Raises SyncError if it failed, or takes longer than `timeout` s."""
+        """Wait for the call and return its result. Raises SyncError if it failed or takes over `timeout` seconds."""
         self.thread.join(timeout)
         if self.thread.is_alive():
             raise SyncError(f"the process group for weights did not form, or hangs: no result after {timeout:g} s. "

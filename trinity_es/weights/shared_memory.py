@@ -1,8 +1,8 @@
-"""Weights in shared memory (`sync_method: memory`): their folder, and how a trainer's tensors are written to it.
+"""Writing a trainer's tensors to shared memory (`sync_method: memory`), and removing old versions.
 
 A version is a folder in Hugging Face format, `version_<n>-...`, under /dev/shm, so engines load it like a checkpoint.
-It is deleted when every engine serves a newer one. It survives every process, but not a restart of the machine: then
-the trainer remakes the lost weights from its checkpoint and the experiences in the log.
+It is deleted when every engine serves a newer version. It survives every process, but not a restart of the machine.
+After a restart the trainer recreates the lost weights from its checkpoint and the experiences in the log.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["forget_memory", "memory_dir", "write_memory"]
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 2**20
-"""Shared memory that is left for other users."""
+"""Shared memory that stays free for other users."""
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
 def memory_dir(config: Config) -> Path:
-    """Return the folder of this run's weights in shared memory, one per store and user. Its writer makes it."""
+    """Return the folder of a run's weights in shared memory. Each store and user has one; it may not exist yet."""
     owner = f"{os.getuid()} {config.store.url}"
     return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
@@ -40,18 +40,18 @@ def memory_dir(config: Config) -> Path:
 def write_memory(config: Config, version: int, state: Mapping[str, Any], path: Path | None = None) -> Path:
     """Write named tensors as `version` into shared memory, all or nothing, and return the folder. Publishes nothing.
 
-    `state`: name as in the model's checkpoint -> torch tensor (of any device, FSDP's too) or numpy array. `path`: the
-    folder, if its name is already fixed. Raises DataError for values that are no tensors. Raises SyncError if memory is
-    short, or with the first tensor that is missing, unknown, not finite, or of another shape than the model's.
+    `state`: {name in the model's checkpoint: torch tensor (of any device, FSDP's too) or numpy array}. `path`: the
+    folder, if its name is already fixed. Raises DataError for values that are not tensors. Raises SyncError for too
+    little memory, or the first tensor that is missing, unknown, not finite, or of another shape than the model's.
     """
     tensors = _checked_tensors(version, state)
-    problem = mismatch({name: list(t.shape) for name, t in tensors.items()}, *_reference(config, tensors))
+    problem = mismatch({name: list(t.shape) for name, t in tensors.items()}, *_reference_shapes(config, tensors))
     if problem:
         raise SyncError(f"weights version {version} was not published: {problem}")
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(f"there is no shared memory at {SHARED_MEMORY}: set synchronizer.sync_method to checkpoint")
     folder = path or memory_dir(config) / f"version_{version}-{uuid.uuid4().hex[:8]}"
-    _make_own(folder.parent)
+    _make_private(folder.parent)
     size = sum(int(t.nbytes) for t in tensors.values())
     free = shutil.disk_usage(folder.parent).free
     if size + _SPARE_BYTES > free:
@@ -77,8 +77,8 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     return folder
 
 
-def _make_own(folder: Path) -> None:
-    """Make this folder, readable for this user alone. Raises SyncError if another user, guessing its name, made it."""
+def _make_private(folder: Path) -> None:
+    """Make this folder readable for this user only. Raises SyncError if another user, guessing its name, made it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
         raise SyncError(
@@ -89,7 +89,7 @@ def _make_own(folder: Path) -> None:
 
 
 def forget_memory(config: Config, keep: str) -> None:
-    """Remove every version in the run's shared memory but the one at `keep`."""
+    """Remove every version from the run's shared memory except the folder `keep`."""
     folder = memory_dir(config)
     for version in folder.glob("*version_*"):
         if str(version) != keep:
@@ -100,9 +100,9 @@ def forget_memory(config: Config, keep: str) -> None:
 
 # --- tensors --------------------------------------------------------------------------------------------------------
 def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors on the CPU, whole and each contiguous in memory.
+    """Return the tensors on the CPU, unsharded and contiguous in memory.
 
-    Raises DataError for a value that is no tensor, SyncError for NaN or infinite values.
+    Raises DataError for a value that is not a tensor, SyncError for NaN or infinite values.
     """
     if not isinstance(state, Mapping) or not state:
         raise DataError(f"weights are {'empty' if isinstance(state, Mapping) else type(state).__name__}: a folder, or "
@@ -128,8 +128,8 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
     return tensors
 
 
-def _reference(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Return the shapes of the served model and whether its head is tied; those of `tensors` if its files are away."""
+def _reference_shapes(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Return the served model's shapes and whether its head is tied; those of `tensors` if its files are not here."""
     shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
     return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 

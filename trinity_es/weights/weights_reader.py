@@ -1,4 +1,4 @@
-"""The current weights, and their tensors."""
+"""Reading the current weights version and its tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["current_weights", "read_weight"]
 
 
 def current_weights(log: Log) -> ev.WeightsPublished:
-    """Return the weights that were published last; version 0 at "" if there are none."""
+    """Return the event of the last published weights; version 0 with path "" if none were published."""
     last = ev.WeightsPublished(version=0, path="")
     for recorded in log.read(stream="weights"):
         if isinstance(recorded.event, ev.WeightsPublished):
@@ -26,7 +26,7 @@ def current_weights(log: Log) -> ev.WeightsPublished:
 
 
 def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray[Any, Any]:
-    """Return the tensor `name` of these weights from their folder. Raises WeightNotFound, SyncError."""
+    """Return the tensor `name` of a weights version from its folder. Raises WeightNotFound, SyncError."""
     folders = [
         Path(recorded.event.path) for recorded in log.read(stream="weights")
         if isinstance(recorded.event, ev.WeightsPublished) and recorded.event.version == version

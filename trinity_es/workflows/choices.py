@@ -26,7 +26,7 @@ Answer the following multiple choice question. The last line of your response sh
 
 
 class MultipleChoiceReward(RewardFn):
-    """`accuracy`: 1 if the last `Answer: X` of the response, or without one its last \\boxed{X}, is the truth's letter.
+    """`accuracy`: 1 if the response's last `Answer: X`, else its last \\boxed{X}, has the letter of the truth.
 
     The truth is a letter or, as in MMLU, a number from 0.
     """
@@ -42,7 +42,7 @@ class MultipleChoiceReward(RewardFn):
 
 
 class MultipleChoiceWorkflow(SimpleWorkflow):
-    """Question with lettered choices; reward: `multiple_choice_reward`.
+    """Workflow that asks a question with lettered choices; reward: `multiple_choice_reward`.
 
     A row has `choices`, its prompt and its answer (a letter, or a number from 0). Or it has GPQA's `Question`, `Correct
     Answer` and `Incorrect Answer 1` to `3`, which are shuffled by a seed made of the question.
@@ -73,11 +73,11 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
 
 
 class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MultipleChoiceWorkflow, which plays each run on the runner's event loop."""
 
 
 def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return a GPQA row's question, its choices in an order that depends on it alone, and the right one's index."""
+    """Return a GPQA row's question, its choices in an order that depends on it, and the right choice's index."""
     right_answer = row["Correct Answer"].strip()
     choices = [right_answer, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)
@@ -85,7 +85,7 @@ def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _letter(truth: Any) -> str:
-    """Return the letter of a row's answer: a letter, perhaps in brackets, or a number from 0. Raises DataError."""
+    """Return a row's answer as a letter. It is a letter, perhaps in brackets, or a number from 0. Raises DataError."""
     if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(ascii_uppercase):
         return ascii_uppercase[truth]
     letter = truth.strip().strip("()").upper() if isinstance(truth, str) else ""

@@ -1,7 +1,7 @@
 """Code judged by unit tests: the model writes a program, which runs within limits in its own processes.
 
-A program that is too slow, takes too much memory or crashes is wrong. If the machine lacks room or time to judge it,
-the run fails with kind `grader`.
+A program that is too slow, takes too much memory or crashes is wrong. If the machine has too little memory or time to
+judge it, the run fails with kind `grader`.
 
 This is no sandbox. The program runs as the user of the engines, in its own folder, with limits on CPU time, memory and
 output. Python hooks (`judged_program.py`) refuse processes, sockets and changes of other files, which stops accidents.
@@ -46,13 +46,13 @@ class CodeReward(RewardFn):
     The program is the last ```python block of the response, else its last block, else all of it. The truth is a list of
     tests (`assert add(1, 2) == 3`) that use the program's names, or one text of them; or `{"inputs": [...], "outputs":
     [...]}`, texts that the program reads and must print; or JSON of these. Each test may take `seconds` of CPU time and
-    `memory` MiB, and all tests together `total_seconds`. A hanging test counts with its wall-clock time. Tests that
-    did not get their turn have failed.
+    `memory` MiB, and all tests together `total_seconds`. A hanging test counts with its wall-clock time. Tests for
+    which no time is left count as failed.
     """
 
     @staticmethod
     def grader_timeout(seconds: float = 4.0, total_seconds: float = 100.0, **kwargs: Any) -> float:
-        """Return more seconds than judging takes if programs get at least a quarter of a core."""
+        """Return the time limit for judging, which is enough if programs get at least a quarter of a core."""
         return 4 * total_seconds + _wall_seconds(seconds) + 30
 
     def __init__(
@@ -80,9 +80,9 @@ _Check = str | tuple[Any, Any]
 
 
 class _Judge:
-    """Runner of one program, test by test, in a folder.
+    """Runner of one program's tests, one after the other, in a folder.
 
-    `spent_seconds`: CPU time of its tests so far; a test that hung counts with its wall-clock time.
+    `spent_seconds`: CPU time of the tests so far; a test that hung counts with its wall-clock time.
     """
 
     def __init__(self, folder: Path, seconds: float, memory: int) -> None:
@@ -100,9 +100,9 @@ class _Judge:
         return output is not None and output.split() == _as_text(expected).split()
 
     def _output(self, stdin_text: str, *sources: str) -> str | None:
-        """Return what the program and its test, `sources`, print when they read `stdin_text`; None if they fail.
+        """Run `sources` (the program, and its test if there is one) on this input. Return the output, None on failure.
 
-        Raises TimeoutError if the machine was too busy, ChildProcessError if it killed the program.
+        Raises TimeoutError if the machine was too busy, ChildProcessError if the kernel killed the program.
         """
         script = str(Path(__file__).with_name("judged_program.py"))
         folder, run_folder = self.folder, self.folder / "run"
@@ -139,7 +139,7 @@ class _Judge:
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
 
     def _limit_setter(self, parent_pid: int) -> Callable[[], None]:
-        """Return a function that limits the process which calls it, and ends it with its parent."""
+        """Return a function that sets limits for the process that calls it, and ties its life to its parent's."""
         seconds = max(1, round(self.seconds))
         limits = {
             resource.RLIMIT_CPU: (seconds, seconds + 1), resource.RLIMIT_AS: (self.memory << 20,) * 2,
@@ -160,13 +160,13 @@ def _wall_seconds(seconds: float) -> float:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of all ended processes that this one started."""
+    """Return the CPU time of all ended child processes of this process."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 class CodeWorkflow(SimpleWorkflow):
-    """Request for a Python program; reward: `code_reward`."""
+    """Workflow that asks for a Python program; reward: `code_reward`."""
 
     default_reward = "code_reward"
 
@@ -177,11 +177,11 @@ class CodeWorkflow(SimpleWorkflow):
 
 
 class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of CodeWorkflow, which plays each run on the runner's event loop."""
 
 
 def _checks(truth: Any) -> list[_Check]:
-    """Return the tests in a row's answer, in any of the forms that `CodeReward` names. Raises DataError."""
+    """Return the tests in a row's answer, which has one of the forms in `CodeReward`. Raises DataError."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):
             truth = json.loads(truth)
@@ -255,7 +255,7 @@ def _last_program(response: str) -> str:
 
 
 def _process_state(pid: int) -> str:
-    """Return the state of a process as Linux reports it: R runs or could run, S waits."""
+    """Return the state of a process in /proc, such as R (runs or could run) or S (waits); S if it has ended."""
     try:
         text: str = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

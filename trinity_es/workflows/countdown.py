@@ -45,7 +45,7 @@ class CountDownRewardFn(RewardFn):
 
 
 def _target_and_numbers(truth: Any) -> tuple[float, list[str]]:
-    """Return the target, and the numbers as texts. Raises DataError."""
+    """Return the target, and the numbers as texts, from a row's answer. Raises DataError."""
     try:
         row_answer = json.loads(truth) if isinstance(truth, str) else truth
         numbers = [int(n) for n in row_answer["numbers"]]

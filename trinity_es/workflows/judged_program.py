@@ -1,8 +1,8 @@
 """Script that runs a model's program and its tests: `judged_program.py SOLUTION [TESTS]`, in a folder of its own.
 
 It imports nothing of this package. Audit hooks refuse processes, sockets, ctypes, and changes of files outside the
-folder. They stop accidents and tricks that a model learns, but no attacker. With tests, the script prints the first
-line of its standard input after all tests as the verdict, so a solution that exits early passes nothing.
+folder. They stop accidents and tricks that a model learns, but not an attacker. After all tests the script prints the
+first line of its standard input as the verdict, so a solution that exits early passes no test.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CHANGED_PATHS = {
 """Number of leading arguments that are paths of changed files, by audit event."""
 
 
-def _guard(folder: str) -> None:
-    """Refuse from now on, by an audit hook, what a judged program may not do; it may change files in this folder."""
+def _install_audit_hook(folder: str) -> None:
+    """Install an audit hook that refuses forbidden actions, such as changing files outside this folder."""
     allowed_prefix = os.path.realpath(folder) + os.sep
     write_flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -73,7 +73,7 @@ def main() -> None:
     sys.setrecursionlimit(10_000)
     for signal_module in (signal, sys.modules["_signal"]):  # no hook sees it, and a killed process gets no verdict
         vars(signal_module).pop("raise_signal", None)
-    _guard(os.getcwd())
+    _install_audit_hook(os.getcwd())
     module = types.ModuleType("solution" if tests else "__main__")
     sys.modules[module.__name__] = module  # where dataclasses, pickle and typing look for it
     for source, name in sources:

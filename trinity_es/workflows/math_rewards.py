@@ -23,12 +23,12 @@ _GRADER = f"{__package__}.math_grader"
 
 
 def _grader() -> Any:
-    """Return the module with math-verify, whose import takes a second; a grader has it already."""
+    """Return the module that calls math-verify. Its import takes a second, but graders have imported it already."""
     return importlib.import_module(_GRADER)
 
 
 class _Math(RewardFn):
-    """Base of rewards that call math-verify, each time in a process of its own."""
+    """Base of rewards that call math-verify, each time in a grader process."""
 
     grader_timeout = GRADER_SECONDS
     grader_imports = _GRADER
@@ -39,7 +39,7 @@ class _Math(RewardFn):
 
 
 class AccuracyReward(_Math):
-    """`accuracy`: 1 if the answer equals the truth, both read as open-r1 does, or by `answer_parser`."""
+    """`accuracy`: 1 if the answer equals the truth; both are parsed as in open-r1, or by `answer_parser`."""
 
     def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
         self.answer_parser = answer_parser
@@ -49,9 +49,9 @@ class AccuracyReward(_Math):
         if self.answer_parser is not None:
             answer, gold = self.answer_parser(response), self.answer_parser(truth)
         else:
-            answer = grader.parsed_latex(response, answer=True)
-            gold = grader.parsed_latex(truth, answer=False) or grader.parsed(_after_hashes(truth)) or truth
-        return {"accuracy": float(grader.equal(gold, answer))}
+            answer = grader.parse_latex(response, answer=True)
+            gold = grader.parse_latex(truth, answer=False) or grader.parse_answer(_after_hashes(truth)) or truth
+        return {"accuracy": float(grader.is_equal(gold, answer))}
 
 
 class FormatReward(_Math):
@@ -73,10 +73,10 @@ class FormatReward(_Math):
 
 
 class MathRewardFn(_Math):
-    """`accuracy` of the text between <answer> and </answer>, or without them of the whole response, and `format_score`.
+    """`accuracy` of the text between <answer> tags (without tags, of the whole response), and `format_score`.
 
-    The format is <think>...</think> <answer>...</answer>, after any text. If the truth has GSM8K's form, the text after
-    its `####` counts.
+    The format is <think>...</think> <answer>...</answer>, after any text. If the truth has GSM8K's form, only the text
+    after its `####` counts.
     """
 
     def __init__(self, pattern: str = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$") -> None:
@@ -117,21 +117,21 @@ class MathEvalRewardFn(_Math):
 class GSM8KReward(_Math):
     """`accuracy`: 1 if the response's answer equals the text after the truth's `####`.
 
-    The answer is the text after the response's own last `####`, else its last \\boxed{}, else the one that math-verify
+    The answer is the text after the response's last `####`, else its last \\boxed{}, else the answer that math-verify
     finds.
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         answer = response.rpartition("####")[2] if "####" in response else boxed_answer(response)
-        parsed_answer = _grader().parsed(response if answer is None else answer)
-        return {"accuracy": float(_grader().equal(_grader().parsed(_after_hashes(truth)), parsed_answer))}
+        parsed_answer = _grader().parse_answer(response if answer is None else answer)
+        return {"accuracy": float(_grader().is_equal(_grader().parse_answer(_after_hashes(truth)), parsed_answer))}
 
 
 class MathDAPORewardFn(_Math):
     """`accuracy`: 1 or -1, of the last \\boxed{} after the reasoning; `format_score`: lower for overlong responses.
 
-    With `enable_overlong_penalty` it falls from `max_response_length - cache_length` tokens on, to `-penalty_factor` at
-    `max_response_length`. Raises ConfigError if a length or the response's tokens are missing then.
+    With `enable_overlong_penalty`, `format_score` falls from 0 at `max_response_length - cache_length` tokens to
+    `-penalty_factor` at `max_response_length`. Raises ConfigError if a length or the response's tokens are missing.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class MathDAPORewardFn(_Math):
         return {"accuracy": 1.0 if is_right else -1.0, "format_score": self._overlong_penalty(ids)}
 
     def _overlong_penalty(self, ids: Sequence[int] | None) -> float:
-        """Return the negative score for a response of these tokens. Raises ConfigError if they are missing."""
+        """Return the penalty (0 or less) for a response of these tokens. Raises ConfigError if they are missing."""
         if self.limits is None:
             return 0.0
         if ids is None:
@@ -167,7 +167,7 @@ class MathDAPORewardFn(_Math):
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return the content of the last \\boxed or \\fbox of a text; None if no closed one exists."""
+    """Return the content of the last \\boxed or \\fbox of a text; None if there is none or it is not closed."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -194,19 +194,20 @@ def _last_answer(text: str) -> str | None:
 
 
 def _is_equal(answer: str | None, truth: str) -> bool:
-    """Return True if an answer equals the truth, both as contents of a \\boxed{}."""
+    """Return whether an answer equals the truth. Both are contents of a \\boxed{}."""
     if answer is None:
         return False
     if answer.strip() == truth.strip():
         return True
     grader = _grader()
-    return bool(grader.equal(grader.parsed(f"\\boxed{{{truth}}}"), grader.parsed(f"\\boxed{{{answer}}}")))
+    gold, given = (grader.parse_answer(f"\\boxed{{{text}}}") for text in (truth, answer))
+    return bool(grader.is_equal(gold, given))
 
 
 def _parsed_tag_answer(text: str) -> Any:
-    """Return the first <answer> of a text, parsed; without one the whole text, parsed."""
+    """Return the parsed content of the first <answer> tag of a text; without a tag, the parsed text."""
     answer = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return _grader().parsed(answer.group(1) if answer else text)
+    return _grader().parse_answer(answer.group(1) if answer else text)
 
 
 def _after_hashes(truth: Any) -> str:
@@ -215,7 +216,7 @@ def _after_hashes(truth: Any) -> str:
 
 
 def _boxed_or_answer(truth: Any) -> str:
-    """Return the content of the truth's last \\boxed{}, else its answer."""
+    """Return the content of the truth's last \\boxed{}; without one, the text after `####` or the whole truth."""
     answer = _after_hashes(truth)
     boxed = boxed_answer(answer)
     return answer if boxed is None else boxed

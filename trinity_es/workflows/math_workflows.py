@@ -1,8 +1,8 @@
 """Workflows for mathematics, under the names in Trinity-RFT, with its prompts.
 
-Each asks once and rewards the answer. Rows have the form of GSM8K (`question`, an `answer` that ends with `#### 18`) or
-of MATH (`problem`, a `solution` with \\boxed{}); `format: {prompt_key: problem, response_key: solution}` names the
-keys.
+Each workflow asks once and rewards the answer. Rows have the form of GSM8K (`question`, an `answer` that ends with
+`#### 18`) or of MATH (`problem`, a `solution` with \\boxed{}); `format: {prompt_key: problem, response_key: solution}`
+names the keys.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ then provides the user with the answer. You should present your reasoning proces
 
 
 class MathWorkflow(SimpleWorkflow):
-    """Reasoning between <think> tags and the answer between <answer> tags, as in DeepSeek-R1; reward: `math_reward`."""
+    """Workflow with reasoning in <think> and the answer in <answer> tags, as DeepSeek-R1; reward: `math_reward`."""
 
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
-        """Take another task; without a system prompt of its own it gets the one whose form `math_reward` expects."""
+        """Take another task. If its reward is `math_reward` and it has no system prompt, set the fitting prompt."""
         reward = class_path(task.reward_fn or self.default_reward)
         if reward in _MATH_REWARD_NAMES and task.format_args.get("system_prompt") is None:
             task = replace(task, format_args=Args({**task.format_args, "system_prompt": _THINK_ANSWER}))
@@ -59,11 +59,11 @@ _MATH_REWARD_NAMES = ("math_reward", "trinity_es.workflows.math_rewards:MathRewa
 
 
 class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathWorkflow, which plays each run on the runner's event loop."""
 
 
 class MathBoxedWorkflow(SimpleWorkflow):
-    """The answer in \\boxed{}; reward: `math_boxed_reward`.
+    """Workflow that asks for the answer in \\boxed{}; reward: `math_boxed_reward`.
 
     `workflow_args`: `with_think` (false; true asks for reasoning between <think> tags), `format_score_coef` (0.1:
     penalty for leaving them out), `use_base` (false; true makes the prompt plain text, for a base model).
@@ -87,7 +87,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return plain_text(chat_of(self.task_desc, self.system_prompt)) + (self.reply_prefix or "")
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
-        """Return the answers, or an awaitable of them; a base model gets the prompt as plain text."""
+        """Return the model's answers, or an awaitable of them. With `use_base` the prompt is sent as plain text."""
         if self.use_base:
             return generate([self.format_prompt()], **self.rollout_args)
         return super()._ask(chat, generate)
@@ -98,7 +98,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
                 "response_token": arguments["completion_ids"]}
 
     def _with_rewards(self, answers: list[Experience], rewards: Sequence[Any]) -> list[Experience]:
-        """Give each answer its reward; a response that was cut off is masked, so that nothing is learned from it."""
+        """Set the answers' rewards. Mask each response that was cut off, so that it is not trained on."""
         rewarded_answers = super()._with_rewards(answers, rewards)
         for answer in rewarded_answers:
             if answer.truncate_status == "response_truncated":
@@ -107,13 +107,13 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
 
 class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathBoxedWorkflow, which plays each run on the runner's event loop."""
 
 
 class MathEvalWorkflow(SimpleWorkflow):
-    """Evaluation with Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
+    """Workflow with Qwen2.5-Math's prompt and sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
 
-    It asks the row's `question`, whatever `prompt_key` is.
+    The prompt is always the row's `question`, whatever `prompt_key` is.
     """
 
     default_reward = "math_eval_reward"
@@ -125,13 +125,13 @@ class MathEvalWorkflow(SimpleWorkflow):
     def format_messages(self) -> list[dict[str, Any]]:
         question = (self.raw_task or {}).get("question")
         if question is None:
-            raise DataError("the row has no 'question', which math_eval_workflow asks")
+            raise DataError("the row has no 'question', which math_eval_workflow asks: rename the row's key to it")
         messages = chat_of(question, self.system_prompt or "You are a helpful assistant.", self.reply_prefix)
         return with_question(messages, lambda text: f"{text}\n{_BOXED}")
 
 
 class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathEvalWorkflow, which plays each run on the runner's event loop."""
 
 
 class MathRMWorkflow(SimpleWorkflow):
@@ -145,4 +145,4 @@ class MathRMWorkflow(SimpleWorkflow):
 
 
 class AsyncMathRMWorkflow(AsyncSimpleWorkflow, MathRMWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of MathRMWorkflow, which plays each run on the runner's event loop."""

@@ -55,7 +55,7 @@ class Tool:
 
 @functools.cache
 def tool_of(path: str) -> Tool:
-    """Return the tool named "module:name". Raises UnknownWorkflow, and DataError if its hints give no schema."""
+    """Return the tool for "module:name". Raises UnknownWorkflow, or DataError if its hints give no JSON schema."""
     function: Any = resolve(path, {}, "tool")
     try:
         parameters = pydantic.TypeAdapter(function).json_schema()
@@ -67,12 +67,12 @@ def tool_of(path: str) -> Tool:
 
 
 class ReActWorkflow(MultiTurnWorkflow):
-    """Turns with tools until an answer without a call; the reward is that of this answer (`reward_fn`).
+    """Turns with tools, until the model answers without a call. `reward_fn` rewards the last answer.
 
     `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model), `idempotent` (false: a
-    run that was lost during a call of a tool starts over; true: it calls the tool again and goes on). Metrics: `turns`,
-    `tool_calls`, `tool_errors`, `unfinished` (1 if the last answer still calls a tool: it was the last turn, or the
-    model's context is too full for another).
+    run that was lost during a tool call starts over; true: it repeats the call and goes on). Metrics: `turns`,
+    `tool_calls`, `tool_errors`, `unfinished` (1 if the last answer still calls a tool, because no turn was left or the
+    model's context was full).
     """
 
     ARGS = frozenset({"tools", "max_turns", "idempotent"})
@@ -80,7 +80,7 @@ class ReActWorkflow(MultiTurnWorkflow):
     KNOWN_TO_REWARDS = KNOWN
 
     def run(self) -> list[Experience]:
-        """Play turns until an answer has no call, the last turn, or a full context; reward the last answer."""
+        """Play turns until an answer calls no tool, or turns or context are used up; reward the last answer."""
         tools = {tool.name: tool for tool in map(tool_of, self.task.workflow_args.get("tools", ()))}
         schemas = [tool.schema for tool in tools.values()] or None
         messages, counts = self.prompt_messages(), {"turns": 0, "tool_calls": 0, "tool_errors": 0}
@@ -111,7 +111,7 @@ class ReActWorkflow(MultiTurnWorkflow):
 
 
 def _call_result(tools: dict[str, Tool], call: str) -> tuple[str, bool]:
-    """Return a call's result for the model, and whether the call failed."""
+    """Run a tool call (JSON), and return the text for the model and whether the call failed."""
     try:
         request = orjson.loads(call)
         tool = tools.get(request["name"])

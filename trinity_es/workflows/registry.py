@@ -1,4 +1,4 @@
-"""Short names of workflows and rewards: those that installed packages bring, and those that users register."""
+"""Registries with the short names of workflows and rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["REWARD_FUNCTIONS", "WORKFLOWS", "WorkflowRegistry", "missing_package
 
 
 class WorkflowRegistry:
-    """Short names of classes: those of installed packages, and those that a user's code registers.
+    """Short names of workflow or reward classes, from installed packages and from `register_module`.
 
     A path "module:Class" needs no registration. `kind` is `workflow` or `reward`.
     """
@@ -25,11 +25,11 @@ class WorkflowRegistry:
 
     @property
     def paths(self) -> Mapping[str, str]:
-        """Return "module:Class" by name."""
+        """Return {name: "module:Class"}."""
         return {**registered(self.kind), **self._registered}
 
     def register_module(self, name: str) -> Callable[[Any], Any]:
-        """Return a decorator that registers a class. It raises UnknownWorkflow if another class has the name."""
+        """Return a decorator that registers a class under this name. Raises UnknownWorkflow if the name is taken."""
 
         def add(cls: Any) -> Any:
             path, present_path = class_path(cls), self.paths.get(name)
@@ -41,10 +41,7 @@ class WorkflowRegistry:
         return add
 
     def path(self, workflow: type[Any] | str) -> str:
-        """Return the "module:Class" of a class, a registered name or a path.
-
-        Raises UnknownWorkflow if it can't be found.
-        """
+        """Return the "module:Class" of a class, a registered name or a path. Raises UnknownWorkflow for others."""
         name, paths = class_path(workflow), self.paths
         resolve(name, paths, self.kind)
         return paths.get(name, name)

@@ -2,11 +2,11 @@
 
 The arguments are `response`, `prompt`, `truth` (None for a row without an answer), `completion_ids` (the response's
 tokens), and values that a workflow adds. All are passed by keyword, and a reward with `**kwargs` gets all of them. Any
-other parameter without a default is a key of the task's row. `reward_fn_args` override.
+other parameter without a default is a key of the task's row. `reward_fn_args` override all of these.
 
 A reward with a `grader_timeout` (seconds) is called in its own process, which is killed after that time
-(`actors/rollout/workers/graders.py`): a failure of kind `grader`, not a zero. Others are called where their workflow
-plays.
+(`actors/rollout/workers/graders.py`). The run then fails with kind `grader` and does not get a zero. Other rewards are
+called in the workflow's process.
 
 A reward with a parameter `completions` or `prompts`, or with `completion_ids` and no `response`, has TRL's form (trl
 1.16, `GRPOTrainer.reward_funcs`): `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or
@@ -45,15 +45,15 @@ _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
 class RewardFn(ABC):
-    """Base of reward classes: built with `reward_fn_args`, called for each answer, returning parts that are added."""
+    """Base of reward classes: built with `reward_fn_args`, called for each answer, returning {name: part} to add up."""
 
     grader_timeout: float | Callable[..., float] | None = None
-    """Time limit in seconds of a call in its own process, or a function from `reward_fn_args` to it; None: the call is
-    made in place."""
+    """Time limit in seconds of a call, which is then made in a grader process, or a function of `reward_fn_args` that
+    returns it. None: no grader process."""
     grader_imports: str = ""
-    """Module that this process imports beforehand; empty: the reward's own."""
+    """Module that the grader process imports beforehand; empty: the reward's own."""
     needs: tuple[str, str] | None = None
-    """Module outside the base package, and the extra that installs it: checked before a run starts."""
+    """(module outside the base package, extra that installs it), checked before a run starts."""
 
     @abstractmethod
     def __init__(self, **kwargs: Any) -> None: ...
@@ -63,11 +63,11 @@ class RewardFn(ABC):
 
 
 class Reward:
-    """A task's reward, called by keyword with all values of an answer.
+    """A task's reward, called by keyword with the values of an answer.
 
-    It returns a number, parts that are added, or an awaitable of these. A reward with a `grader_timeout` is called in
-    the graders of `workflow`, if given. Raises WorkflowError if the task lacks a reward, and the errors of building a
-    class with its `reward_fn_args`.
+    A call returns a number, a dict of parts to add up, or an awaitable of these. A reward with a `grader_timeout` is
+    called in the graders of `workflow`, if there is one. Raises WorkflowError if the task has no reward, and the errors
+    of building a class with its `reward_fn_args`.
     """
 
     def __init__(self, task: Task, workflow: Any = None) -> None:
@@ -91,9 +91,10 @@ class Reward:
                 self._function = functools.partial(_call_trl_reward, function, self._signature, task)
 
     def __call__(self, *args: Any, **values: Any) -> Any:
-        """Call the reward with copies of the row's values and of `reward_fn_args`, which it may change in place.
+        """Call the reward with the values that it has parameters for, and return its result.
 
-        `args` are for workflows that call their reward by position. Raises WorkflowError if a value is missing.
+        Values of the row and `reward_fn_args` are copied, since a reward may change them in place. `args` are for
+        workflows that call their reward by position. Raises WorkflowError if a value is missing.
         """
         row, copied_names = self._row, {"prompt", "truth"}
         if not self._signature.is_trl and not args:
@@ -108,13 +109,13 @@ class Reward:
 
 
 def answer_values(answer: Experience) -> dict[str, Any]:
-    """Return the values of an answer for rewards: `response`, and its tokens as `completion_ids`."""
+    """Return an answer's arguments for rewards: its text as `response`, its tokens as `completion_ids`."""
     ids = answer.tokens[answer.prompt_length :].tolist()
     return {"response": answer.response_text or "", "completion_ids": ids}
 
 
 class _Bound(functools.partial[Any]):
-    """A function with its `reward_fn_args`, copied for each call."""
+    """A function with its `reward_fn_args`, which are copied for each call."""
 
     def __call__(self, /, *args: Any, **values: Any) -> Any:
         return self.func(*args, **(copy.deepcopy(self.keywords) | values))
@@ -122,7 +123,7 @@ class _Bound(functools.partial[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """Parameters of a reward."""
+    """Parameters of a reward's call."""
 
     names: frozenset[str]
     has_kwargs: bool
@@ -133,23 +134,23 @@ class _Signature:
     """Names without a default."""
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that the reward has parameters for."""
+        """Return those of the values that the reward has parameters for."""
         return {name: value for name, value in values.items()
                 if (self.has_kwargs or name in self.names) and name not in self.preset_names}
 
     def missing_names(self, available: Collection[str]) -> list[str]:
-        """Return the parameters without a default that are not among these names."""
+        """Return the required parameters that are not among these names."""
         return [name for name in self.required_names if name not in available and name not in self.preset_names]
 
     @property
     def is_trl(self) -> bool:
-        """True if the reward has TRL's form, as the module describes it."""
+        """True if the reward has TRL's form (see the module's docstring)."""
         names = self.names - self.preset_names
         return bool(names & {"completions", "prompts"}) or ("completion_ids" in names and "response" not in names)
 
 
 def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the keys that a row must have for its reward; none if a user's own workflow calls it.
+    """Return the keys that a row must have for its reward; [] if the workflow is the user's own.
 
     `workflow` and `reward` are classes or functions; `arguments`: the `reward_fn_args`.
     """
@@ -162,7 +163,7 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
 
 def _require_arguments(reward: Any, missing_names: Collection[str], available: Collection[str]) -> None:
-    """Raise WorkflowError if arguments are missing; it names those that are available."""
+    """Raise WorkflowError if arguments are missing. The error also names the available ones."""
     if missing_names:
         raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but only "
                             f"{', '.join(dict.fromkeys(available))} are available: set what is missing in "
@@ -198,7 +199,7 @@ def _signature(reward: Any, preset_names: frozenset[str]) -> _Signature:
 
 
 def _timeout_of(reward: Any, arguments: dict[str, Any]) -> float | None:
-    """Return `grader_timeout`, popped from the arguments, else the reward's own."""
+    """Pop `grader_timeout` from the arguments and return it; without it, return the reward's own timeout."""
     timeout = getattr(reward, "grader_timeout", None)
     if "grader_timeout" in arguments:
         timeout = arguments.pop("grader_timeout")
@@ -206,7 +207,7 @@ def _timeout_of(reward: Any, arguments: dict[str, Any]) -> float | None:
 
 
 def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return a call for a grader: the function's "module:name", and JSON of its arguments.
+    """Return a call in the form for a grader process: the function's "module:name", and its arguments as JSON.
 
     Raises WorkflowError for a function that can't be imported by its name, and for arguments that are not plain JSON.
     """
@@ -224,7 +225,7 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
 def _call_in_grader(
     task: Task, workflow: Any, timeout: float, imports: str, signature: _Signature, /, **values: Any
 ) -> Any:
-    """Call a task's reward in its own process. Raises WorkflowError if the reward takes an Experience."""
+    """Call a task's reward in a grader process. Raises WorkflowError if the reward takes an Experience."""
     fields = {name: value for name, value in task_to_dict(task).items() if name in _REWARD_FIELDS}
     fields["reward_fn"] = REWARD_FUNCTIONS.paths.get(fields["reward_fn"], fields["reward_fn"])
     experiences = {name for name, value in values.items() if isinstance(value, Experience)}
@@ -242,9 +243,9 @@ _REWARD_FIELDS = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 
 
 def rewarded(task: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts of a task's reward; a grader calls this.
+    """Call a task's reward with these values, in a grader process, and return its parts.
 
-    Raises GraderError for a value that is no number, WorkflowError for a number that is not finite.
+    Raises GraderError for a value that is not a number, WorkflowError for a number that is not finite.
     """
     value = value_of(Reward(Task(**task))(**values))
     try:
@@ -256,7 +257,7 @@ def rewarded(task: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, fl
 
 
 def value_of(result: Any) -> Any:
-    """Return a reward's result, awaited if necessary, for callers without an event loop."""
+    """Return a reward's result; await it if necessary. Only for threads without an event loop."""
 
     async def value() -> Any:
         return await result
@@ -268,7 +269,7 @@ def _call_trl_reward(
     function: Callable[..., Any], signature: _Signature, task: Task, /, *, response: str,
     completion_ids: Sequence[int] | None = None,
 ) -> Any:
-    """Return the number of a reward of TRL's form, or an awaitable of it."""
+    """Call a reward of TRL's form for one answer, and return its number, or an awaitable of it."""
     row, prompt = task.raw_task or {}, task.task_desc
     completion: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
     row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
@@ -308,10 +309,10 @@ def _only_number(function: Any, rewards: Any) -> float:
 
 
 def as_parts(result: Any, reward: Any) -> dict[str, float]:
-    """Return a reward's result as parts that are added up. `reward`: its name in the task, or the called object.
+    """Return a reward's result as {name: part}; a single number is the part "reward".
 
-    Raises WorkflowError if there is no part, if a part is not a finite number or its name not a text, and if `reward`
-    is beside other parts.
+    `reward`: its name in the task, or the called object, for errors. Raises WorkflowError if there is no part, if a
+    part is not a finite number or its name not a text, or if a part "reward" stands beside others.
     """
     name = _reward_name(reward)
     if isinstance(result, Mapping) and not (result and all(isinstance(part, str) for part in result)):
@@ -334,7 +335,7 @@ def as_parts(result: Any, reward: Any) -> dict[str, float]:
 
 
 def _reward_name(reward: Any) -> str:
-    """Return a reward's name for errors: as the task names it, or that of the class or function."""
+    """Return a reward's name for errors: its name in the task, or the name of the class or function."""
     if isinstance(reward, str):
         return reward
     if isinstance(reward, type):

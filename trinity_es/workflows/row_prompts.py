@@ -1,4 +1,4 @@
-"""Prompts of rows, as chat messages or plain text for a model."""
+"""Conversion of a row's prompt to chat messages or to plain text."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
 
 
 def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:
-    """Return a prompt as a new list of chat messages, with a system prompt and the beginning of the answer.
+    """Return a prompt as a new list of chat messages, with the system prompt and the beginning of the answer added.
 
-    Parts of text are joined by newlines, and a missing content becomes an empty text. If the row has a system message,
-    it follows `system` in one message. Raises DataError as `require_prompt_form` does.
+    Text parts are joined by newlines, and a missing content becomes "". A system message of the row is appended to
+    `system`. Raises DataError as `require_prompt_form` does.
     """
     require_prompt_form(prompt, prefix)
     messages: list[dict[str, Any]] = (
@@ -62,19 +62,17 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
 
 
 def with_question(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Return the messages with the text of the user's last one replaced by `question(text)`.
-
-    Raises DataError if no message is the user's.
-    """
+    """Return the messages with the text of the last user message replaced by `question(text)`. Raises DataError."""
     index = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if index is None:
-        raise DataError("no message of the prompt is the user's, so there is no question in it")
+        raise DataError("no message of the prompt is the user's, so there is no question in it: add a message with "
+                        "role user")
     message = {**messages[index], "content": question(messages[index]["content"])}
     return [*messages[:index], message, *messages[index + 1 :]]
 
 
 def plain_text(messages: list[dict[str, Any]]) -> str:
-    """Return a conversation as one text that a base model continues, each turn after the name of its role."""
+    """Return a conversation as text for a base model to continue. Each turn follows the name of its role."""
     turns = [f"System:{m['content']}\n" if m["role"] in _SYSTEM
              else f"{m['role'].title()}:\n{m['content']}\n" for m in messages]
     return "".join([*turns, "Assistant:\n"])

@@ -23,7 +23,7 @@ __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
 
 
 class SimpleWorkflow(Workflow):
-    """One prompt, and one answer and reward for each run; all runs are one request.
+    """Workflow with one prompt, and one answer and one reward per run. All runs are one request to the engine.
 
     Attributes for subclasses: `format_args, system_prompt, reply_prefix, reward_fn, reward_fn_args, raw_task,
     task_desc, truth`. Raises WorkflowError if the task lacks a reward_fn.
@@ -65,7 +65,7 @@ class SimpleWorkflow(Workflow):
         return self._rewarded(self._ask(self.model.chat, self.model.generate))
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
-        """Return the answers of the model's `chat` or `generate`, or an awaitable of them."""
+        """Ask the model by `chat` or `generate`, and return its answers, or an awaitable of them."""
         return chat(self.format_messages(), **self.rollout_args)
 
     def _reward_of(self, answer: Experience) -> Any:
@@ -73,11 +73,11 @@ class SimpleWorkflow(Workflow):
         return self.reward_fn(**self._reward_arguments(answer))
 
     def _reward_arguments(self, answer: Experience) -> dict[str, Any]:
-        """Return all values that a reward of this answer may ask for, by name."""
+        """Return all arguments that a reward of this answer may take."""
         return {**answer_values(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
-        """Give each answer its reward; answers whose reward failed are left out, as `_with_rewards` does."""
+        """Reward the answers, and return those whose reward did not fail (see `_with_rewards`)."""
         rewards: list[Any] = []
         for answer in answers:
             try:
@@ -88,7 +88,7 @@ class SimpleWorkflow(Workflow):
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):
-    """Async variant, played run by run on the engine's loop."""
+    """Async variant of SimpleWorkflow, which plays each run on the runner's event loop."""
 
     can_reset = False
     can_repeat = False

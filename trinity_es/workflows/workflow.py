@@ -1,8 +1,8 @@
 """Base classes of workflows, which play a task with a model and return experiences for training.
 
 A runner builds a workflow with `task`, `model` and `auxiliary_models` (in the order of the config; they become its
-`auxiliary_model_wrappers`), and `run` (or `run_async`) returns a list of Experience. For your own, subclass `Workflow`,
-and name it in a task or a taskset as "module:Class", or register it under a short name with
+`auxiliary_model_wrappers`), and `run` (or `run_async`) returns a list of Experience. To write a workflow, subclass
+`Workflow`. Name the class in a task or a taskset as "module:Class", or register it under a short name with
 `@WORKFLOWS.register_module("name")`.
 """
 
@@ -29,14 +29,14 @@ __all__ = ["KNOWN", "WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Wor
 
 
 KNOWN = frozenset({"response", "completion_ids", "prompt", "truth"})
-"""Arguments with which every ready-made workflow calls a reward."""
+"""Arguments that every ready-made workflow passes to a reward."""
 
 
 class Workflow:
     """Base of all workflows.
 
-    Class attributes tell a runner how to use it. `can_reset`: one instance is reused through `reset(task)`.
-    `can_repeat`: it plays all n runs itself, after `set_repeat_times(n, run_id_base)`, and sets the `eid.run` of each
+    Class attributes tell a runner how to use a workflow. `can_reset`: one instance is reused through `reset(task)`.
+    `can_repeat`: one call plays all n runs, after `set_repeat_times(n, run_id_base)`, and sets the `eid.run` of each
     experience. `is_async`: `run_async` is awaited; otherwise `run` is called in a worker process.
     """
 
@@ -44,17 +44,17 @@ class Workflow:
     can_repeat: bool = False
     is_async: bool = False
     ARGS: ClassVar[frozenset[str] | None] = None
-    """Accepted `workflow_args`, checked before a run starts; None: any. A user's subclass accepts any unless it sets
-    its own."""
+    """Accepted `workflow_args`, checked before a run starts; None: any. A user's subclass that does not set `ARGS`
+    accepts any."""
     FUNCTION_ARGS: ClassVar[frozenset[str]] = frozenset()
     """Names in `ARGS` whose values are a "module:name", or a list of them, imported before a run starts."""
 
     KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = None
-    """Arguments with which a ready-made workflow calls a task's reward; None if it calls none."""
+    """Arguments that a ready-made workflow passes to a task's reward; None if it calls no reward."""
 
     @classmethod
     def taken_args(cls) -> frozenset[str] | None:
-        """Return the `workflow_args` that this class itself declares; None if it declares none."""
+        """Return the accepted `workflow_args`; None for any. A user's subclass does not inherit `ARGS`."""
         is_ready_made = cls.__module__.partition(".")[0] == "trinity_es"
         return cls.ARGS if is_ready_made or "ARGS" in vars(cls) else None
 
@@ -65,7 +65,7 @@ class Workflow:
         self.repeat_times = 1
         self.run_id_base = 0
         self.failed_runs: dict[int, Exception] = {}
-        """Errors of failed runs by `eid.run`, if `can_repeat`; the other runs count."""
+        """{`eid.run`: error} of failed runs, if `can_repeat`; the other runs are kept."""
         self.logger = logging.getLogger(type(self).__name__)
         """Logger of `runner-<n>.log` in `system.log_dir`, from INFO on. Printed text goes to `launch-<store>.log`
         there, with the output of all processes."""
@@ -104,11 +104,11 @@ class Workflow:
         return {model.name: model for model in self._wrappers or ()}
 
     def reset(self, task: Task) -> None:
-        """Take another task. `self.model` and the auxiliary models already belong to it. Needed with `can_reset`."""
+        """Take another task. `self.model` and the auxiliary models are set for it before. Needed with `can_reset`."""
         raise NotImplementedError(f"{type(self).__name__} says can_reset and has no reset(task)")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Take the number of runs to play, and the number of the first; a runner calls it before `run`."""
+        """Set the number of runs to play and the number of the first run. A runner calls this before `run`."""
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     def run(self) -> list[Experience]:
@@ -134,40 +134,40 @@ class Workflow:
         return Lease(self.model.leases, provider, args, ttl=ttl, creation_timeout=creation_timeout)
 
     def step(self, name: str, fn: Callable[..., Any], /, *args: Any, idempotent: bool = False) -> Any:
-        """Return `fn(*args)`, called once even if the run is lost and played again, for sync workflows.
+        """Return `fn(*args)`, called only once even if the run is lost and played again. For sync workflows.
 
-        Meant for calls with an effect outside, or with a result that a second call would change. The arguments and the
-        value are plain JSON. The next attempt finds a step by its name and arguments, and gets its value without a
-        call, or its error (one of this software or built in, else TrinityError).
+        Use it for calls with outside effects, and for results that a second call would change. The arguments and the
+        value are plain JSON. The next attempt finds a step by its name and arguments, and returns its value, or raises
+        its error (TrinityError if the class is neither built in nor of this software), without a call.
 
-        If an attempt is lost while `fn` runs, its effect may have happened or not. With `idempotent` the next attempt
-        calls it again. Otherwise the run starts over, without its earlier answers and steps: a warning,
-        `AttemptKept.possibly_delivered` and `info["possibly_delivered"]` of its experiences name the step.
+        If an attempt is lost while `fn` runs, the effect may have happened or not. With `idempotent` the next attempt
+        calls `fn` again. Otherwise the run starts over, without its earlier answers and steps. A warning,
+        `AttemptKept.possibly_delivered` and `info["possibly_delivered"]` of its experiences then name the step.
 
         Raises WorkflowError if the arguments or the value are not plain JSON.
         """
         return self._steps.step(name, fn, args, idempotent)
 
     async def step_async(self, name: str, fn: Callable[..., Any], /, *args: Any, idempotent: bool = False) -> Any:
-        """Return the same, for async workflows. `fn` may be async; another one is called in a thread."""
+        """Return what `step` returns, for async workflows. `fn` may be async; a sync `fn` is called in a thread."""
         return await self._steps.step_async(name, fn, args, idempotent)
 
     def now(self) -> float:
-        """Return the time in unix seconds, the same if the run is played again, for sync workflows."""
+        """Return the unix time in seconds. A run that is played again gets the same times. For sync workflows."""
         return self._steps.now()
 
     async def now_async(self) -> float:
-        """Return the same, for async workflows."""
+        """Return what `now` returns, for async workflows."""
         return await self._steps.now_async()
 
     @property
     def random(self) -> Random:
-        """Random numbers that differ between runs, and are the same if a run is played again."""
+        """Random generator with a seed per run, so a run that is played again gets the same numbers."""
         return self._steps.random
 
     @property
     def _steps(self) -> RunSteps:
-        """The recorder of this run's steps; outside of a runner, as in a test, one that records nothing."""
+        """Recorder of this run's steps. Outside a runner, as in a test, it records nothing."""
         steps = getattr(self.model, "steps", None)
         if isinstance(steps, RunSteps):
             return steps
@@ -191,9 +191,9 @@ class Workflow:
         """Return the result of `task.reward_fn` for a response.
 
         The reward is a class built with `reward_fn_args`, or a function called with them. It gets those of `response,
-        prompt, truth, completion_ids` that it has parameters for, and returns a number or a dict of parts that are
-        added. A reward of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the response's
-        tokens. Raises WorkflowError for an async reward in an async workflow, which must await `reward_async`.
+        prompt, truth, completion_ids` that it has parameters for, and returns a number or a dict of parts to add up. A
+        reward of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the response's tokens.
+        Raises WorkflowError for an async reward in an async workflow, which must await `reward_async`.
         """
         result = self._reward_result(response, completion_ids)
         if inspect.isawaitable(result) and type(self).is_async:
@@ -202,7 +202,7 @@ class Workflow:
         return as_parts(value_of(result), self.task.reward_fn)
 
     async def reward_async(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
-        """Return the same as `reward`; the reward may be async."""
+        """Return what `reward` returns, for async workflows. The reward may be async."""
         result = self._reward_result(response, completion_ids)
         return as_parts(await result if inspect.isawaitable(result) else result, self.task.reward_fn)
 
@@ -215,14 +215,14 @@ class Workflow:
         self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
         imports: str = "", **kwargs: Any,
     ) -> Any:
-        """Call a function in its own process and return its result, for sync workflows.
+        """Call a function in a grader process and return its result. For sync workflows.
 
-        Meant for functions that may hang, crash or take too much memory over an answer. `function` belongs to a module
+        Use it for functions that may hang, crash or take too much memory over an answer. `function` belongs to a module
         that can be imported; `args`, `kwargs` and the result are plain JSON. `timeout` is in seconds, `memory` in
         bytes; `imports` is a module that the process imports beforehand, by default the function's own.
 
-        Raises GraderError for every failure of the call. Unless it is caught, the run fails with kind `grader` and does
-        not get a zero.
+        Raises GraderError if the call fails. If the workflow does not catch it, the run fails with kind `grader` and
+        does not get a zero.
         """
         return self.model.grade(*call_of(function, args, kwargs), timeout=timeout, memory=memory, imports=imports)
 
@@ -230,14 +230,14 @@ class Workflow:
         self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
         imports: str = "", **kwargs: Any,
     ) -> Any:
-        """Return the same, for async workflows."""
+        """Return what `grade` returns, for async workflows."""
         call = call_of(function, args, kwargs)
         return await self.model.grade_async(*call, timeout=timeout, memory=memory, imports=imports)
 
     def _with_rewards(self, answers: list[Experience], rewards: Sequence[Any]) -> list[Experience]:
-        """Give each answer its run and its reward, and return the answers that have one.
+        """Set run number and reward of each answer, and return the answers whose reward did not fail.
 
-        A reward that is an exception fails its run, or, without `can_repeat`, is raised here.
+        A reward that is an exception is noted in `failed_runs`; without `can_repeat` it is raised.
         """
         rewarded_answers = []
         for run, (answer, parts) in enumerate(zip(answers, rewards, strict=True), self.run_id_base):
@@ -270,7 +270,7 @@ class SingleTurnWorkflow(Workflow):
         self.task = task
 
     async def run_async(self) -> list[Experience]:
-        """Ask the model once for all runs, and reward each answer; its metrics have the sum as `reward`."""
+        """Ask the model once for all runs, and reward each answer. The metric `reward` is the sum of the parts."""
         answers = await self._answers()
         calls = [self.reward_async(**answer_values(answer)) for answer in answers]
         rewarded_answers = self._with_rewards(answers, await asyncio.gather(*calls, return_exceptions=True))
@@ -284,7 +284,7 @@ class SingleTurnWorkflow(Workflow):
 
 
 class MultiTurnWorkflow(Workflow):
-    """Base for conversations: collect messages, then make one experience of them, with an action mask."""
+    """Base of workflows that collect the messages of a conversation and turn them into one experience."""
 
     def process_messages_to_experience(
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
@@ -293,11 +293,11 @@ class MultiTurnWorkflow(Workflow):
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
         Answers of `self.model.chat` keep their sampled tokens and logprobs (0 on tokens that the model only read).
-        Assistant turns that were written or changed by others are not trained on; `info["untrained_turns"]` counts
-        them. A conversation without an answer of this model, or any with `as_text`, is tokenized from its text, with
-        the model's own logprobs. The numbers in `info` become metrics, with the reward. A conversation longer than the
-        model's context is cut: `truncate_status` says so, and the reward is 0 if an answer is cut. Blocks: for sync
-        workflows.
+        Assistant turns that this model did not sample, or that were changed, are not trained on;
+        `info["untrained_turns"]` counts them. A conversation without an answer of this model, or any with `as_text`, is
+        tokenized from its text, with the model's own logprobs. The numbers in `info` become metrics, with the reward.
+        A conversation longer than the model's context is cut: `truncate_status` says so, and the reward is 0 if an
+        answer is cut. For sync workflows, since it blocks.
         """
         experience: Experience = self.model.experience_from_messages(messages, as_text=as_text)
         return self._with_reward(experience, reward, info, truncate_status)
@@ -306,14 +306,14 @@ class MultiTurnWorkflow(Workflow):
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
         truncate_status: str | None = None, as_text: bool = False,
     ) -> Experience:
-        """Return the same, for async workflows."""
+        """Return what `process_messages_to_experience` returns, for async workflows."""
         experience: Experience = await self.model.experience_from_messages_async(messages, as_text=as_text)
         return self._with_reward(experience, reward, info, truncate_status)
 
     def _with_reward(
         self, experience: Experience, reward: float, info: dict[str, Any] | None, truncate_status: str | None
     ) -> Experience:
-        """Set a conversation's reward, info and metrics, and return it; the reward is 0 if an answer was cut."""
+        """Set reward, info and metrics of a conversation's experience. The reward is 0 if an answer was cut."""
         if experience.truncate_status == "response_truncated":  # the reward was for the whole response
             reward = 0.0
         experience.reward = reward

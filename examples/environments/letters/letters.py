@@ -2,8 +2,8 @@
 
     trinity-es env install examples/environments/letters
 
-It brings its own harness, which asks the model once from the environment's process: verifiers' own harnesses start a
-program for each episode, which costs seconds of a CPU.
+It has its own harness, which asks the model once from the environment's process, since verifiers' own harnesses start a
+program for each episode, which costs seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LetterData(vf.TaskData):
 class LetterTask(vf.Task[LetterData]):
     @vf.reward
     async def share(self, trace: vf.Trace) -> float:
-        """Return the share of the first `length` characters that are the wanted letter, from 0 to 1."""
+        """Return the share of the first `length` characters that are the right letter, from 0 to 1."""
         [answer] = [node.message.content or "" for node in trace.nodes if node.sampled]
         return answer[: self.data.length].count(self.data.letter) / self.data.length
 
@@ -46,10 +46,10 @@ class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
 
 @functools.cache
 def http() -> httpx.AsyncClient:
-    """Return the client of all episodes, since making one takes 40 ms of CPU to read the machine's certificates.
+    """Return the HTTP client that all episodes share, since a new client takes 40 ms of CPU to read certificates.
 
-    It keeps no idle connections, since the server might close one just as it is reused. The default of 5 s for a
-    connection is too short on a busy machine.
+    It keeps no idle connections, since the server might close one just when it is reused. The default timeout of 5 s
+    for a connection is too short on a busy machine.
     """
     return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
 

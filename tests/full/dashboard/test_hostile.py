@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.testclient import TestClient
 
-from benchmarks.sample_ground import HOSTILE
 from benchmarks.sample_log import make
+from benchmarks.sample_run import HOSTILE
 from tests.helpers.browser import Browser, serving
 from tests.helpers.handmade import write
 from trinity_es.dashboard.app import create_app

@@ -122,7 +122,7 @@ async def test_what_comes_while_a_page_is_made_is_told_to_it(hand: str, monkeypa
 
 
 async def test_more_than_the_tail_remembers_is_counted_all_the_same(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(live, "MAX_REMEMBERED", 3)
     async with tail_of(hand) as tail:
         known = tail.position
         append(hand, *(f"r{i}" for i in range(10)))

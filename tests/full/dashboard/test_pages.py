@@ -16,7 +16,7 @@ from tests.helpers.pages import Seen
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.batch_cache import BatchCache
-from trinity_es.dashboard.page_urls import batch_of, batch_ref, batch_url
+from trinity_es.dashboard.page_urls import batch_id_of, batch_ref, batch_url
 from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE
 from trinity_es.events import vocabulary as ev
@@ -249,7 +249,7 @@ def test_every_id_has_an_address_of_its_own(path: Path, batch_id: BatchId) -> No
     write(path, [(batch_stream(i), [ev.BatchSubmitted(batch_id=i, batch_type="train", repeat_times=[1] * (n + 1),
                                                       tasks=[{}] * (n + 1))]) for n, i in enumerate(ids)])
     with open_log(str(path)) as log:
-        assert batch_of(log, batch_ref(batch_id)) == batch_id
+        assert batch_id_of(log, batch_ref(batch_id)) == batch_id
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
         assert "tasks settled 0 of 1 " in get(client, batch_url(batch_id)).text
         assert batch_url(batch_id) in get(client, "/batches").links()

@@ -15,7 +15,7 @@ from benchmarks.sample_log import make
 from tests.helpers.handmade import finished, unit, write
 from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.pages.compare import differences, side
+from trinity_es.dashboard.pages.compare import differences, read_side
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.payloads import open_payloads
@@ -218,7 +218,7 @@ def test_weights_count_what_each_version_made_of_what_was_delivered(sample: Test
 def test_two_moments_of_a_batch_are_compared(log: Log) -> None:
     row = log.batch_row(30)
     middle = (row.first_position + row.last_position) // 2
-    now, then = side(log, 30), side(log, 30, middle)
+    now, then = read_side(log, 30), read_side(log, 30, middle)
     assert not differences(now, now)
     assert now.timeline.state == log.replay(30)
     assert then.timeline.state == log.replay(30, middle)

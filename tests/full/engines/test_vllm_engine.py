@@ -27,7 +27,7 @@ from trinity_es.actors.engines.vllm import engine as vllm_engine
 from trinity_es.actors.engines.vllm import values as vllm_values
 from trinity_es.actors.engines.vllm import weights as vllm_weights
 from trinity_es.actors.rollout.model import Model
-from trinity_es.audit.regenerate import find_rollout, play_turns, regeneration
+from trinity_es.audit.regenerate import find_rollout, make_regeneration, play_turns
 from trinity_es.events.errors import EngineError, SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -360,7 +360,7 @@ def test_a_recorded_rollout_is_generated_again_token_by_token(
     assert found[0].engine_version.startswith("vllm ")
     for one in found:
         turns = live.run(play_turns(live.engine, one))
-        again = regeneration(one, live.engine, turns, model=str(tiny), weights=str(other))
+        again = make_regeneration(one, live.engine, turns, model=str(tiny), weights=str(other))
         assert again.equal, again
         assert again.turns[0].logprob_max is not None
         assert again.turns[0].logprob_max < 1e-3

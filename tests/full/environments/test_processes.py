@@ -14,7 +14,7 @@ from trinity_es.environments import environment_process as server_module
 from trinity_es.environments import verifiers_tasks
 from trinity_es.environments.environment_process import EnvironmentServer
 from trinity_es.environments.installs import Installed
-from trinity_es.environments.verifiers_tasks import made_tasks
+from trinity_es.environments.verifiers_tasks import ensure_tasks_file
 from trinity_es.events.errors import EnvironmentFailed, TasksetError
 from trinity_es.events.processes import process_start_time
 
@@ -79,7 +79,7 @@ async def test_an_environment_that_does_not_write_its_tasks_is_ended_with_what_i
     monkeypatch.setattr(verifiers_tasks, "find", lambda name: odd)
     monkeypatch.setattr(verifiers_tasks, "TASKS_SECONDS", 5.0)
     with pytest.raises(TasksetError, match="its process was not done after 5 s"):
-        made_tasks({"env": "odd", "config": {"taskset": {"key": "hush"}}})
+        ensure_tasks_file({"env": "odd", "config": {"taskset": {"key": "hush"}}})
     assert "verifiers_main.py tasks" in note.with_suffix(".command").read_text()
     assert "hush" not in note.with_suffix(".command").read_text()
     started = int(note.read_text())

@@ -28,7 +28,7 @@ from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.environments.installs import Installed, find, remove
-from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file
+from trinity_es.environments.verifiers_tasks import ensure_tasks_file, tasks_file
 from trinity_es.events.errors import EngineError, TasksetError
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
@@ -226,8 +226,8 @@ async def test_the_tasks_are_the_environments(letters: Installed) -> None:
     assert found[0].workflow_args["env"] == "letters-env"
     endless = {"env": "letters-env", "config": {"taskset": {"rows": 0}}}
     with pytest.raises(TasksetError, match="has endlessly many tasks"):
-        made_tasks(endless)
-    assert len(made_tasks({**endless, "tasks": 5}).read_text().splitlines()) == 5
+        ensure_tasks_file(endless)
+    assert len(ensure_tasks_file({**endless, "tasks": 5}).read_text().splitlines()) == 5
 
 
 async def test_of_two_who_make_the_tasks_at_once_the_first_counts(letters: Installed) -> None:
@@ -235,8 +235,8 @@ async def test_of_two_who_make_the_tasks_at_once_the_first_counts(letters: Insta
     for file in (letters.folder / "tasks").glob("*.jsonl"):  # of a test before this one
         if len(file.read_text().splitlines()) == 3:
             file.unlink()
-    both = await asyncio.gather(*(asyncio.to_thread(lambda: made_tasks(args).stat().st_ino) for _ in range(2)))
-    assert both == [made_tasks(args).stat().st_ino] * 2
+    both = await asyncio.gather(*(asyncio.to_thread(lambda: ensure_tasks_file(args).stat().st_ino) for _ in range(2)))
+    assert both == [ensure_tasks_file(args).stat().st_ino] * 2
     assert [f.name for f in (letters.folder / "tasks").iterdir() if f.suffix != ".jsonl"] == []
 
 

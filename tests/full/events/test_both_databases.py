@@ -17,8 +17,8 @@ import pytest
 from sqlalchemy import event, text
 from starlette.testclient import TestClient
 
-from benchmarks.sample_ground import START, TimedLog
 from benchmarks.sample_log import make
+from benchmarks.sample_run import START, TimedLog
 from tests.helpers.handmade import cli
 from trinity_es.client.argument_checks import whole_number
 from trinity_es.dashboard.app import create_app

@@ -306,7 +306,7 @@ def test_on_a_machine_that_takes_no_part_who_leads_is_told_and_nobody_is_sent_to
     wait_until(lambda: is_led(head.url), "the lock of who leads", 20)
     with pytest.raises(NotRunning, match=rf"is led by pid \d+ on {socket.gethostname()}.*trinity-es join"):
         trinity_es.connect(config)
-    found = health.look(config)
+    found = health.read_health(config)
     assert found["led_by"].startswith("pid ")
     [problem] = found["problems"]
     assert "is led by pid" in problem

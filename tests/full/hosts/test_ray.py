@@ -176,4 +176,4 @@ def test_what_can_t_be_on_ray_is_refused_with_the_way_out(
     with socket.socket() as silent:  # nobody else's: it is bound and does not listen
         silent.bind(("127.0.0.1", 0))
         monkeypatch.setitem(nodes.env, "RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
-        assert "no Ray cluster is found" in refused()
+        assert "there is no Ray cluster at" in refused()

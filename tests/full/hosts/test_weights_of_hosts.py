@@ -60,7 +60,7 @@ def test_a_host_pulls_model_weights_and_adapters_that_it_can_t_read_once_for_all
     ):
         ready(head.client, "b")
         ready(head.client, "c")
-        assert "pulling the model from the head" in b.said.read_text()
+        assert "copying the model from the head" in b.said.read_text()
         answers = {text for text, _ in play(head, 1)}
         assert answers == {said(model)}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_training
+from benchmarks.trl_kills import KINDS, WRONG, Trainee, kill_while_training, training_figures
 from tests.helpers.client_packages import ask
 from tests.helpers.of_the_day import OTHERS, by_turns
 from tests.helpers.servers import free_port
@@ -127,7 +127,7 @@ def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planne
         trainee = Trainee(tmp_path / folder, SCRIPTED, settings, launch=trl_python.start)
         try:
             killed = kill_while_training(trainee, kinds, random.Random(1), seconds=240)
-            found = account(trainee, plan or None)
+            found = training_figures(trainee, plan or None)
         finally:
             trainee.end()
         assert [kind for _, kind in killed] == kinds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trl_kills import WRONG, Trainee, account, kill_while_training
+from benchmarks.trl_kills import WRONG, Trainee, kill_while_training, training_figures
 
 
 @pytest.mark.all
@@ -22,7 +22,7 @@ def test_trl_learns_the_letters_from_one_command(
     trainee = Trainee(tmp_path / "run", [], {"max_steps": 100})
     try:
         kill_while_training(trainee, ["trainer"], random.Random(0), seconds=600)
-        found = account(trainee, None)
+        found = training_figures(trainee, None)
     finally:
         trainee.end()
     assert found["reward"] >= 0.7

@@ -147,7 +147,7 @@ def test_p35_a_benchmark_that_was_killed_goes_on(tmp_path: Path) -> None:
     code, out, err = finish_here(
         "resume", config.store.url, "--json", "--set", "explorer.rollout_model.script.latency_seconds=0", cwd=tmp_path)
     assert code == 0, err
-    assert "going on with the benchmark" in err
+    assert "continuing the benchmark" in err
     assert [row["step"] for row in json.loads(out)["checkpoints"]] == [0, 2, 4, 10]
     after = [(s, e.task) for s, e in events_of(config, "TaskFinished")]
     assert len(after) == len(set(after)) == 4 * 2 * 4

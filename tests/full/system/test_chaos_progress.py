@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos_progress import measured, report
+from benchmarks.chaos_progress import measure, report
 from benchmarks.chaos_progress_vllm import kolmogorov_smirnov
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(200)
 def test_promise_12_kills_lose_and_bend_nothing_with_the_journal_and_both_without() -> None:
-    figures = measured(quick=True, seed=0)
+    figures = measure(quick=True, seed=0)
     assert figures.bad == [], report(figures)
     kept, begun_again = ([c for c in figures.cuts if c.journal is journal] for journal in (True, False))
     assert sum(c.ended_again for c in kept) == 0

@@ -277,7 +277,7 @@ def test_what_is_said_to_a_copy_of_a_run_that_is_up_does_not_reach_the_run(
     before, batch = running_system.find(shared.config), new_id()
     shutil.copytree(shared.config.code_path, tmp_path / "copy")
     copy = scripted(tmp_path / "copy")
-    assert health.look(copy)["up"] is False
+    assert health.read_health(copy)["up"] is False
     with pytest.raises(NotRunning, match=r"no actor system runs on .*: start one with `trinity-es up`"):
         trinity_es.connect(copy)
     assert teardown.end_system(copy) == teardown.Teardown(killed=0, left=[])

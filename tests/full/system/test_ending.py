@@ -99,21 +99,21 @@ def test_a_system_that_ends_with_who_started_it_is_said_to_end_and_not_to_come_a
     script.wait(timeout=10)
     try:
         ends = f"the actor system ends: process {script.pid}, which had started it, has ended"
-        told = health.look(config)
+        told = health.read_health(config)
         [problem] = told["problems"]
         assert problem.startswith(f"{ends}; `trinity-es up CONFIG` goes on with what is open")
         assert (told["up"], told["batches"][0]["cause"]) == (False, "ending")
         assert [w.line for w in health.explain(config)] == [f"batch 1 is running, 0 of 1 tasks settled; {ends}"]
         guardian.resume()
         wait_until(lambda: running_system.last_known(config) is None, "the lease to be given back", timeout=40)
-        [problem] = health.look(config)["problems"]
+        [problem] = health.read_health(config)["problems"]
         assert problem.startswith(ends), "its keeper lives, and does not start it again"
     finally:
         for process in (guardian, keeper):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
     wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
-    [problem] = health.look(config)["problems"]
+    [problem] = health.read_health(config)["problems"]
     assert problem.startswith("no actor system runs on this store, though 1 batch is open: `trinity-es up CONFIG`")
 
 
@@ -176,7 +176,7 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(
         assert re.fullmatch(r"the engines are ready after \d+ s", ready)
         assert client.status()["runners"][0]["state"] == "ready"
         with trinity_es.running(config) as other:
-            assert "runs already: it is joined" in caplog.messages[3]
+            assert "joining the running actor system" in caplog.messages[3]
             other.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
         assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
     assert ended(config)

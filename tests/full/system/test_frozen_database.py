@@ -71,7 +71,7 @@ def test_a_server_that_freezes_is_a_pause_and_is_told(own_server: Server, start_
             until = time.monotonic() + 2.5 * BEATS
             wait_until(lambda: "answer" in str(fast_status(client).get("trouble")), "status to tell of it", 10)
             why = pool.submit(client.why, 1)
-            looked = pool.submit(health.look, client.config)  # what `trinity-es status` does, as a client of its own
+            looked = pool.submit(health.read_health, client.config)  # as `trinity-es status` does
             explained = pool.submit(health.explain, client.config, "1", find_batch)
             assert "has not answered" in why.result(30)
             assert any("has not answered" in problem for problem in looked.result(60)["problems"])

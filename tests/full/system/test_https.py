@@ -58,7 +58,7 @@ def test_a_certificate_that_can_t_be_used_is_named(authority: Authority, tmp_pat
     config = scripted(tmp_path, mode="serve", explorer={"proxy_tls": missing})
     with pytest.raises(ConfigError, match=r"explorer.proxy_tls.key: .*nowhere can't be read"):
         config.check()
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match="needs its private key"):
         Dashboard(hand, cert=str(files.cert))
     other = Authority(tmp_path, "other").issue("127.0.0.1")
     with pytest.raises(StartupError, match=r"can't be used \(KEY_VALUES_MISMATCH\)"):

@@ -20,7 +20,7 @@ import pytest
 
 import trinity_es
 from benchmarks.chaos_faults import by_kind, kill
-from benchmarks.chaos_hosts_trainer import asked
+from benchmarks.chaos_hosts_trainer import repeat_until_answered
 from tests.helpers.handmade import cli
 from tests.helpers.parity_rows import NewId
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
@@ -263,7 +263,7 @@ class _Kills:
 
     def ask(self, call: Callable[[RolloutClient], Any], seconds: float = 120) -> Any:
         """What a system says that may be gone at any moment; it is started again then."""
-        return asked(self.config, call, seconds, self.start)
+        return repeat_until_answered(self.config, call, seconds, self.start)
 
     def start(self) -> None:
         if running_system.find(self.config) is None:

@@ -137,7 +137,7 @@ def test_p29_an_output_that_fails_holds_up_no_batch_and_misses_none(start_system
     assert (failed.key, failed.retry) == (key_of(client, 2), True)
     assert "no space left" in failed.error
     assert "no space left" in client.status()["outputs"][0]["error"]
-    assert any("output Moody" in p and "no space left" in p for p in health.look(client.config)["problems"])
+    assert any("output Moody" in p and "no space left" in p for p in health.read_health(client.config)["problems"])
     assert not client.log.was_freed(2)
     (mine / "full").unlink()
     wait_written(client, "Moody", 4)

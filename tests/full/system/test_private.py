@@ -108,4 +108,4 @@ def test_weights_are_not_written_into_a_folder_of_another_user(
     theirs.mkdir(mode=0o777)
     os.chown(theirs, 65534, 65534)
     with pytest.raises(SyncError, match="belongs to another user"):
-        shared_memory._make_own(theirs)
+        shared_memory._make_private(theirs)

@@ -121,7 +121,7 @@ def test_a_database_that_fails_over_to_an_older_copy_stops_the_work_until_a_pers
     for args in (("status", "--config", file), ("why", "--config", file), ("up", file), ("verify", "--config", file)):
         code, said = command(*args)
         assert (code, "restored from an older copy" in said) == (1, True), (args, code, said)
-    assert "positions" in (health.look(config)["problems"] or [""])[0]
+    assert "positions" in (health.read_health(config)["problems"] or [""])[0]
     assert any(f"was at position {before} and is at {left}" in problem for problem in client.log.verify())
 
     code, said = command("accept-rewind", file, "--reason", "the old primary burnt", "--json")

@@ -46,7 +46,7 @@ def test_a_system_whose_processes_are_stopped_is_told_as_that_and_how_it_goes_on
     for process in family:
         process.suspend()
     try:
-        told = health.look(client.config)
+        told = health.read_health(client.config)
     finally:
         for process in reversed(family):
             process.resume()
@@ -59,12 +59,12 @@ def test_a_system_whose_processes_are_stopped_is_told_as_that_and_how_it_goes_on
 
 def test_a_keeper_that_ended_is_told(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": True})
-    assert health.look(client.config)["problems"] == []
+    assert health.read_health(client.config)["problems"] == []
     keeper = running_system.keeper(client.config)
     assert keeper is not None
     os.kill(keeper, signal.SIGKILL)
     wait_until(lambda: running_system.keeper(client.config) is None, "the end of the keeper")
-    [problem] = health.look(client.config)["problems"]
+    [problem] = health.read_health(client.config)["problems"]
     assert problem.startswith(f"its keeper (pid {keeper}) has ended: batches go on")
 
 

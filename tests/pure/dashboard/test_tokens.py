@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.dashboard.tokens import LEVELS, byte_decode, decoder, level, overlay, pieces
+from trinity_es.dashboard.tokens import LEVELS, byte_decode, decoder, level, overlay, token_texts
 from trinity_es.events.experience import Experience
 from trinity_es.safe_text import cut, shown
 
@@ -21,12 +21,12 @@ def one(**fields: object) -> Experience:
 @settings(max_examples=50)
 @given(st.text(max_size=60))
 def test_the_pieces_of_tokens_are_the_whole_text(text: str) -> None:
-    assert "".join(pieces(list(text.encode()), byte_decode)) == text
+    assert "".join(token_texts(list(text.encode()), byte_decode)) == text
 
 
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_text_have_pieces_too(data: bytes) -> None:
-    assert len(pieces(list(data), byte_decode)) == len(data)
+    assert len(token_texts(list(data), byte_decode)) == len(data)
 
 
 def test_mask_logprob_version_and_advantage_stand_at_their_tokens() -> None:
@@ -51,11 +51,11 @@ def test_the_scale_goes_from_sure_to_unlikely() -> None:
 
 
 def test_a_million_tokens_are_cut_and_counted() -> None:
-    long = overlay(one(tokens=np.zeros(1_000_000, np.int32), prompt_length=10, logprobs=None), most_tokens=100)
+    long = overlay(one(tokens=np.zeros(1_000_000, np.int32), prompt_length=10, logprobs=None), max_tokens=100)
     assert (len(long.tokens), long.left_out, long.skipped) == (100, 999_900, 0)
-    prompt = overlay(one(tokens=np.zeros(1000, np.int32), prompt_length=990, logprobs=None), most_tokens=100)
+    prompt = overlay(one(tokens=np.zeros(1000, np.int32), prompt_length=990, logprobs=None), max_tokens=100)
     assert (len(prompt.tokens), prompt.left_out, prompt.skipped) == (100, 900, 900)
-    assert prompt.tokens[-1].place == 999  # the response is there to its end
+    assert prompt.tokens[-1].index == 999  # the response is there to its end
 
 
 @pytest.mark.parametrize("spans", ["x", [1], [[1, 2]], [["1", 0, 2]], {"a": 1}, [[None, None, None]]])

@@ -1,7 +1,7 @@
-"""Predictions for recorded batches under other settings, by replaying them in virtual time.
+"""Predictions for recorded batches under other settings, by a simulation.
 
-`history` reads all durations and `simulation` replays them with the coordinator's own decisions; this module compares
-the two, batch by batch. Deterministic: random draws come from a seed.
+`recorded_durations` reads all durations, and `simulation` replays them with the coordinator's own decisions. This
+module compares the two, batch by batch. Random draws come from a seed, so a prediction can be repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_es.audit.whatif.history import History, Settings
-from trinity_es.audit.whatif.recorded_durations import overlapping_groups, read_past
+from trinity_es.audit.whatif.recorded_durations import concurrent_groups, read_history
 from trinity_es.audit.whatif.simulation import Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 NOT_MODELLED = (
-    "engines: an attempt takes its recorded time however many run beside it, so more places or runners on one GPU look "
-    "better than they are",
+    "engines: an attempt takes its recorded time however many run at the same time, so more places or runners on one "
+    "GPU look better than they are",
     "rewards, learning and the trainer's time, which depend on the dropped tasks: a train step takes its recorded time",
     "how long runs that timed out or were cut off would have taken",
     "batches of a Scheduler, answers of mode `serve`, auxiliary models and outages of the database",
@@ -36,7 +36,7 @@ class Figures:
     """Figures of one batch, recorded or predicted."""
 
     seconds: float | None = None
-    """Time from submission to end; None if it is open."""
+    """Time from submission to end; None if the batch is open."""
     finished: int = 0
     """Number of tasks whose runs all completed."""
     failed: int = 0
@@ -55,37 +55,37 @@ class Forecast:
     recorded: Figures
     predicted: Figures
     drawn: int
-    """Number of unrecorded attempts at runs, whose durations were drawn."""
+    """Number of attempts at runs without a recorded duration, for which one was drawn."""
     chosen: bool = True
-    """True if the caller chose it, false if it ran beside a chosen one."""
+    """True if the caller chose this batch, False if it ran at the same time as a chosen one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
     settings: Settings
-    was: dict[str, Any]
-    """Recorded values of the same settings."""
+    recorded_settings: dict[str, Any]
     batches: list[Forecast]
     begun_at: float
     """Unix seconds of the first submission."""
     recorded_span: float
-    """Seconds from the first submission to the last end, over batches that ended in both record and replay."""
+    """Seconds from the first submission to the last end, over batches that ended in the simulation too."""
     predicted_span: float
     left_out: list[BatchId] = field(default_factory=list)
+    """Chosen batches of a Scheduler, which can't be simulated."""
 
 
 def predict(
     log: Log, chosen: Sequence[BatchId] | None = None, settings: Settings | None = None, *, last: int | None = None
 ) -> Prediction:
-    """Replay these batches (None: all, or the `last`) and those that ran beside them. Raises DataError.
+    """Simulate these batches (None: all), or the `last` ones, and those open at the same time. Raises DataError.
 
-    A long log is replayed in parts. Each begins when all earlier batches have ended.
+    A long log is simulated in parts. Each begins when all earlier batches have ended.
     """
     rows, prediction = log.batches(), None
     if last is not None:
         chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
-    for group in overlapping_groups(rows, chosen):
-        part = replay_history(read_past(log, rows, group), settings or Settings(), chosen)
+    for group in concurrent_groups(rows, chosen):
+        part = replay_history(read_history(log, rows, group), settings or Settings(), chosen)
         prediction = part if prediction is None else _join(prediction, part)
     assert prediction is not None
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
@@ -94,7 +94,7 @@ def predict(
 
 
 def _join(first: Prediction, second: Prediction) -> Prediction:
-    """Join two consecutive predictions, with the recorded pause between them."""
+    """Join the predictions of two consecutive parts. The recorded pause between them counts in both spans."""
     pause_seconds = second.begun_at - (first.begun_at + first.recorded_span)
     return replace(
         first, batches=first.batches + second.batches,
@@ -115,7 +115,7 @@ def recorded_settings(past: History) -> dict[str, Any]:
 
 
 def replay_history(past: History, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
-    """Replay these batches under the settings, and compare each with its record. `chosen`: those that callers chose."""
+    """Simulate a history under these settings and compare each batch with its record. `chosen`: see `predict`."""
     replay = Simulation(past, settings)
     replay.run()
     rows = []
@@ -134,14 +134,14 @@ def replay_history(past: History, settings: Settings, chosen: Sequence[BatchId] 
     ends = [(b.ended_at, replay.reached_at[key]) for b in past.batches
             if b.ended_at is not None and (key := ("end", b.batch_id)) in replay.reached_at]
     return Prediction(
-        settings=settings, was=recorded_settings(past), batches=rows, begun_at=begun_at,
+        settings=settings, recorded_settings=recorded_settings(past), batches=rows, begun_at=begun_at,
         recorded_span=max((end for end, _ in ends), default=begun_at) - begun_at,
         predicted_span=max((end for _, end in ends), default=0.0),
     )
 
 
 def _figures(state: BatchState | None, seconds: float | None, attempts: int) -> Figures:
-    """Return the figures of a batch's state; those of a batch that was not submitted are empty."""
+    """Return the figures of a batch's state; empty figures if the batch was not submitted."""
     if state is None:
         return Figures()
     finished = sum(status.ok for status in state.statuses.values())

@@ -1,4 +1,4 @@
-"""Values of a replay: the settings to simulate, and the recorded history of batches, runners and weights."""
+"""Input of a simulation: the settings to simulate, and the recorded history of batches, runners and weights."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trinity_es.projections.batch import BatchState
 __all__ = ["Addition", "Anchor", "Duration", "History", "Life", "PastBatch", "Settings", "WeightsUpdate"]
 
 LATE_SECONDS = 0.05
-"""If finalizing began later than this after a batch had enough, the batch had to wait for its caller."""
+"""If finalizing began later than this after a batch had enough results, the batch had to wait for its caller."""
 
 Anchor = tuple[str, Any]
-"""Moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
+"""Event to which delays refer: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings to simulate; None: as recorded."""
+    """Settings to simulate. None means the recorded value."""
 
     timeout: float | None = None
     """`explorer.max_timeout` in seconds."""
     over_rollout_ratio: float | None = None
     """`explorer.over_rollout.ratio`, of train batches."""
     runners: int | None = None
-    """Number of engines of the rollout model. Additional ones are like the recorded ones and never die."""
+    """Number of engines of the rollout model. Additional ones have the concurrency of the largest, and never die."""
     max_concurrency: int | None = None
     """`explorer.max_concurrency`, of each runner."""
     max_retry: int | None = None
@@ -46,16 +46,16 @@ class Duration:
 
     seconds: float
     kind: str = ""
-    """FailureKind; empty if it completed."""
+    """FailureKind; empty if the run completed."""
     limit: float = 0.0
     """Time limit in seconds."""
     cut: bool = False
-    """True if it was cut off: it would have taken longer than `seconds`, with an unknown outcome."""
+    """True if the run was cut off after `seconds`: its full duration and outcome are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addition:
-    """Tasks that a client added, with the pipeline's result that they answer, if any."""
+    """Tasks that a client added, perhaps because the pipeline had left too few groups (`missing`)."""
 
     event: ev.TasksAdded
     added_at: float
@@ -63,23 +63,23 @@ class Addition:
     pipeline_seconds: float = 0.0
     """Duration of the pipeline that left too few groups."""
     pause: float = 0.0
-    """Seconds from there until the tasks were added."""
+    """Seconds from the end of that pipeline until the tasks were added."""
 
 
 @dataclass(kw_only=True)
 class PastBatch:
-    """Record of one batch."""
+    """Recorded history of one batch."""
 
     submitted: ev.BatchSubmitted
     submitted_at: float
     state: BatchState | None = None
-    took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
+    durations: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
     """Durations by (task, run, attempt)."""
     overheads: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """Overhead of each unit, by (task, first run, attempt): seconds in its place beyond those of its runs, and seconds
-    from there until its outcome was in the log."""
+    """Two overheads of each unit, by (task, first run, attempt): its seconds on the runner minus those of its runs, and
+    the seconds from then until its outcome was in the log."""
     due_at: float | None = None
-    """When it had enough, so that finalizing begins if a caller waits."""
+    """When the batch had enough results to finalize."""
     finalizing_at: float | None = None
     """When finalizing first began."""
     pipeline_at: float | None = None
@@ -95,46 +95,46 @@ class PastBatch:
         return self.submitted.batch_id
 
     @property
-    def asked_late(self) -> bool:
-        """True if it had enough and waited for its caller."""
+    def was_requested_late(self) -> bool:
+        """True if the batch had enough results before its caller asked to finalize it."""
         begun = self.finalizing_at
         return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
 
     @property
-    def timer_late(self) -> float:
+    def timer_delay(self) -> float:
         """Seconds by which the timer of `wait_after_min` was late."""
-        if self.asked_late or self.finalizing_at is None or self.due_at is None:
+        if self.was_requested_late or self.finalizing_at is None or self.due_at is None:
             return 0.0
         return max(0.0, self.finalizing_at - self.due_at)
 
     @property
     def pipeline_seconds(self) -> float:
-        """Duration of the pipeline that ended it, without those after which tasks were added."""
+        """Duration of the last pipeline, which ended the batch. Those before added tasks don't count."""
         return 0.0 if self.ended_at is None or self.pipeline_at is None else self.ended_at - self.pipeline_at
 
     @cached_property
     def usual_overheads(self) -> tuple[float, float]:
-        """Return the median of both overheads of a unit, in seconds; (0, 0) without units."""
+        """Return the medians of the two overheads of a unit, in seconds; (0, 0) without units."""
         overheads = list(self.overheads.values())
         return (median(o[0] for o in overheads), median(o[1] for o in overheads)) if overheads else (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Life of a runner of the rollout model, from when it was ready."""
+    """One process of a runner of the rollout model, from the time when it was ready."""
 
     runner: str
     incarnation: int
     places: int
     ready_at: float
     ended_at: float | None
-    blamed: bool = True
-    """True if its end counts as a failed attempt of its units."""
+    is_blamed: bool = True
+    """True if the end of the process counts as a failed attempt of its units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsUpdate:
-    """Publication of new weights, with the time that each runner took to load them."""
+    """Publication of new weights, with the seconds that each runner took to load them."""
 
     version: int
     published_at: float
@@ -143,18 +143,18 @@ class WeightsUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """Record of batches that overlap no others, with their runners and weights."""
+    """Recorded history of batches that no other batch overlaps in time, with their runners and weights."""
 
     config: dict[str, Any]
     batches: list[PastBatch]
     lives: list[Life]
     changes: list[WeightsUpdate]
     pace: ev.PaceMeasured | None
-    """Pace of attempts before the first of these batches."""
+    """Speed of attempts before the first of these batches, from which dynamic timeouts follow."""
     unit_seconds: float | None
-    """Approximate time of a unit before the first of these batches; None if there were no batches before."""
+    """Usual duration of a unit before these batches; None if there were no earlier batches."""
     anchors: list[tuple[float, Anchor]]
-    """Anchors in order of time; the first is ("begin", None)."""
+    """(time, anchor) in order of time; the first anchor is ("begin", None)."""
 
     def last_anchor_before(self, at: float) -> tuple[Anchor, float]:
         """Return the last anchor before this time, and the seconds since then."""

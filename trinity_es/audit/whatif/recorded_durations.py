@@ -1,9 +1,8 @@
-"""Durations of everything in a log, for `trinity_es.audit.whatif.simulation` to replay.
+"""Reading of all durations from a log, for `trinity_es.audit.whatif.simulation` to replay.
 
-For each run of each attempt: its time and outcome. For each unit: the overhead, in its place and from there until its
-outcome was in the log. If a run was cut off (its task was dropped or its runner died), its time is a lower bound.
-Events that the coordinator does not decide (a submission, the end of a train step, new weights, the start or death of a
-runner) are timed from the last end of a batch, train step or weights update before them.
+Each run of each attempt has a duration and an outcome. Each unit (runs of one task that a runner gets together) has an
+overhead on its runner, and the delay until its outcome was in the log. If a run was cut off because its task was
+dropped or its runner died, its duration is a lower bound.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from trinity_es.projections.batch import evolve
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["combined", "overlapping_groups", "read_past"]
+__all__ = ["combine_seconds", "concurrent_groups", "read_history"]
 
-LEAST_GROUP = 50
-"""Approximate number of batches that are read and replayed at a time; a long log does not fit into memory."""
+MIN_GROUP_SIZE = 50
+"""Least number of batches that are replayed together. A long log is split, since it does not fit into memory."""
 TURN_SECONDS = 1e-4
-"""Interval put between two turns of the coordinator in one commit, to keep their order."""
+"""Turns of the coordinator that were committed together get times this far apart, to keep their order."""
 NEEDED_KEYS = (
     "max_timeout", "max_retry_times", "max_repeat_times_per_runner", "max_concurrency", "over_rollout",
     "dynamic_timeout",
 )
-"""Keys of `explorer` that the config must have."""
+"""Keys of `explorer` that the simulation reads."""
 
 
-def combined(seconds: Sequence[float], *, sequential: bool) -> float:
-    """Return the total time of runs: their sum if `sequential`, else the longest.
+def combine_seconds(seconds: Sequence[float], *, sequential: bool) -> float:
+    """Return the total time of a unit's runs: the sum if they run one after the other, else the longest.
 
-    Times that are equal to the last bit were measured once for all runs, so they count once.
+    Equal times were measured once for all runs, so they count once.
     """
     if sequential and not (len(seconds) > 1 and len(set(seconds)) == 1):
         return sum(seconds)
@@ -50,7 +49,7 @@ def combined(seconds: Sequence[float], *, sequential: bool) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """Attempt of a unit on a runner."""
+    """One attempt of a unit on a runner."""
 
     batch: PastBatch
     unit: ev.Unit
@@ -64,18 +63,18 @@ class _Flight:
     run_seconds: dict[int, float] = field(default_factory=dict)
     """Seconds of each completed run."""
     failure_kinds: dict[int, str] = field(default_factory=dict)
-    unblamed: bool = False
-    """True if its runner was lost and that counts as no failed attempt."""
+    is_unblamed: bool = False
+    """True if the runner was lost and the attempt does not count as failed."""
 
 
-def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield the chosen batches (None: all), and those open at the same time, in groups of LEAST_GROUP or more.
+def concurrent_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
+    """Yield the chosen batches (None: all) and those open at the same time, in groups of MIN_GROUP_SIZE or more.
 
-    No batch overlaps one of another group. Raises DataError if none can be replayed.
+    Batches of different groups never overlap in time. Raises DataError if no batch can be replayed.
     """
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
-    members = rows if chosen is None else [r for r in rows if any(_overlap(r, other) for other in selected)]
+    members = rows if chosen is None else [r for r in rows if any(_are_concurrent(r, other) for other in selected)]
     members = [r for r in members if r.batch_type != "collect" and r.tasks]
     if not members:
         raise DataError("none of the chosen batches can be simulated: choose batches that have tasks and were not "
@@ -83,7 +82,7 @@ def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | N
     group: list[BatchRow] = []
     last_end_at = 0.0
     for row in members:
-        if len(group) >= LEAST_GROUP and row.submitted_at > last_end_at:
+        if len(group) >= MIN_GROUP_SIZE and row.submitted_at > last_end_at:
             yield group
             group = []
         group.append(row)
@@ -91,8 +90,8 @@ def overlapping_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | N
     yield group
 
 
-def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
-    """Read the record of the last submissions of these batches. Raises DataError if the log lacks a config."""
+def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
+    """Read the history of each batch since its last submission. Raises DataError if the log lacks a config."""
     head = log.head().position
     first, last = group[0].first_position, max(head if r.ended_at is None else r.last_position for r in group)
     last_at = max(r.ended_at or float("inf") for r in group)
@@ -100,19 +99,19 @@ def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> 
     flights: list[_Flight] = []
     events = [r for row in group for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
     by_stream: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in group}
-    for stream, event, at in _in_turns(sorted(events, key=lambda r: r.position)):
+    for stream, event, at in _with_turn_times(sorted(events, key=lambda r: r.position)):
         by_stream[stream].append((event, at))
     batches = [_read_batch(by_stream[batch_stream(row.batch_id)], config, flights) for row in group]
     if last_at == float("inf"):
         flight_ends = [f.ended_at or f.cut_at or f.dispatched_at for f in flights]
         last_at = max([*(b.submitted_at for b in batches), *flight_ends])
-    unblamed = {(f.runner, f.incarnation) for f in flights if f.unblamed}
+    unblamed = {(f.runner, f.incarnation) for f in flights if f.is_unblamed}
     lives = [
-        replace(life, blamed=(life.runner, life.incarnation) not in unblamed) for life in _lives(log, last)
+        replace(life, is_blamed=(life.runner, life.incarnation) not in unblamed) for life in _runner_lives(log, last)
         if life.ended_at is None or life.ended_at >= batches[0].submitted_at
     ]
-    _set_rests(flights, lives, config, last_at)
-    changes = _changes(log, first, last)
+    _set_overheads(flights, lives, config, last_at)
+    changes = _weights_updates(log, first, last)
     pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
     seconds = [f.seconds for f in flights if f.ended_at is not None]
     unit_seconds = median(seconds) if seconds and any(r.first_position < first for r in rows) else None
@@ -131,14 +130,13 @@ def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> 
     )
 
 
-def _overlap(a: BatchRow, b: BatchRow) -> bool:
-    """Return whether two batches were open at the same time."""
+def _are_concurrent(a: BatchRow, b: BatchRow) -> bool:
     ends = [float("inf") if row.ended_at is None else row.ended_at for row in (a, b)]
     return a.submitted_at <= ends[1] and b.submitted_at <= ends[0]
 
 
 def _config(log: Log, first: int) -> dict[str, Any]:
-    """Return the config at the first submission, all settings of `explorer` included. Raises DataError without one."""
+    """Return the config at position `first`, with defaults for settings that it lacks. Raises DataError without one."""
     config = log.config(first)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured), so its settings are unknown: only "
@@ -156,7 +154,7 @@ def _config(log: Log, first: int) -> dict[str, Any]:
 
 
 def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]) -> PastBatch:
-    """Fold the events of a batch since its last submission into its record; add its attempts to `flights`."""
+    """Fold the events of a batch since its last submission into its history. Adds its attempts to `flights`."""
     explorer = config["explorer"]
     is_sequential = explorer.get("concurrent_mode") == "sequential"
     grace = explorer["over_rollout"]["wait_after_min"]
@@ -185,7 +183,7 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
             case ev.GroupsMissing():
                 missing = event, at
             case ev.TasksAdded():
-                past.additions.append(_addition(event, at, missing, past.pipeline_at))
+                past.additions.append(_read_addition(event, at, missing, past.pipeline_at))
                 missing = past.pipeline_at = None
             case ev.BatchFinalized() | ev.BatchAborted():
                 past.finalizing_at, past.ended_at = past.finalizing_at or at, at
@@ -209,7 +207,7 @@ def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any]
     return past
 
 
-def _addition(
+def _read_addition(
     event: ev.TasksAdded, at: float, missing: tuple[ev.GroupsMissing, float] | None, pipeline_at: float | None
 ) -> Addition:
     if missing is None or pipeline_at is None:
@@ -218,8 +216,8 @@ def _addition(
     return Addition(event=event, added_at=at, missing=result, pipeline_seconds=until - pipeline_at, pause=at - until)
 
 
-def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:
-    """Yield (stream, event, time), with `TURN_SECONDS` between the coordinator's turns that share one commit's time."""
+def _with_turn_times(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:
+    """Yield (stream, event, time). Turns of the coordinator in one commit get times TURN_SECONDS apart."""
     commit_at, turn, was_dispatch = 0.0, 0, False
     for item in recorded:
         event = item.event
@@ -232,13 +230,13 @@ def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, flo
 
 
 def _add_outcome(flights: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
-    """Add the outcome of a unit, which may come in several events."""
+    """Add an event with results or failures of a unit to its attempt. A unit may have several such events."""
     flight = flights.get((event.task, event.run_id_base))
     if flight is None or flight.unit.attempt != event.attempt:
         return
     if isinstance(event, ev.AttemptFailed):
         if event.kind == "runner_lost":
-            flight.cut_at, flight.unblamed = at, not event.blamed
+            flight.cut_at, flight.is_unblamed = at, not event.blamed
             return
         flight.failure_kinds |= dict.fromkeys(event.failed_runs, str(event.kind))
     else:
@@ -247,8 +245,8 @@ def _add_outcome(flights: dict[tuple[int, int], _Flight], event: ev.RunsFinished
 
 
 def _set_durations(flight: _Flight, *, sequential: bool) -> None:
-    """Set the duration of each run of a unit. For failed runs the log has only the time of the whole unit."""
-    unit, durations = flight.unit, flight.batch.took
+    """Set the duration of each run of a unit. Failed runs share the unit's time, as the log has no time of theirs."""
+    unit, durations = flight.unit, flight.batch.durations
     failed_seconds = flight.seconds
     if sequential and flight.failure_kinds:
         failed_seconds = max(0.0, flight.seconds - sum(flight.run_seconds.values())) / len(flight.failure_kinds)
@@ -258,14 +256,14 @@ def _set_durations(flight: _Flight, *, sequential: bool) -> None:
             seconds=seconds, kind=flight.failure_kinds.get(run, ""), limit=flight.limit)
 
 
-def _set_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
-    """Set the overhead of each unit. Its start, which the log lacks, follows from the places of its runner."""
+def _set_overheads(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
+    """Set the overheads of each unit. Its start is not in the log, but follows from the free places of its runner."""
     places = {(life.runner, life.incarnation): life.places for life in lives}
     is_sequential = config["explorer"].get("concurrent_mode") == "sequential"
     place_ends_by_life: dict[tuple[str, int], list[float]] = {}
     for flight in sorted(flights, key=lambda f: f.dispatched_at):
         life, unit = (flight.runner, flight.incarnation), flight.unit
-        place_ends = place_ends_by_life.setdefault(life, [])  # heap of the times at which its places are free
+        place_ends = place_ends_by_life.setdefault(life, [])  # heap of the times at which the places get free
         begun_at = flight.dispatched_at
         if len(place_ends) >= max(1, places.get(life, config["explorer"]["max_concurrency"])):
             begun_at = max(begun_at, heapq.heappop(place_ends))
@@ -276,19 +274,19 @@ def _set_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[s
             for run in runs:
                 if cut_at > begun_at:
                     cut = Duration(seconds=cut_at - begun_at, limit=flight.limit, cut=True)
-                    flight.batch.took.setdefault((unit.task, run, unit.attempt), cut)
+                    flight.batch.durations.setdefault((unit.task, run, unit.attempt), cut)
             heapq.heappush(place_ends, max(begun_at, cut_at))
             continue
         begun_at = min(begun_at, max(flight.dispatched_at, flight.ended_at - flight.seconds))
         played_at = min(begun_at + flight.seconds, flight.ended_at)
         heapq.heappush(place_ends, played_at)
-        seconds = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
-        overhead = max(0.0, flight.seconds - combined(seconds, sequential=is_sequential))
+        seconds = [flight.batch.durations[unit.task, run, unit.attempt].seconds for run in runs]
+        overhead = max(0.0, flight.seconds - combine_seconds(seconds, sequential=is_sequential))
         flight.batch.overheads[key] = (overhead, flight.ended_at - played_at)
 
 
-def _lives(log: Log, last: int) -> list[Life]:
-    """Return the lives of runners of the rollout model that began up to position `last`."""
+def _runner_lives(log: Log, last: int) -> list[Life]:
+    """Return the processes of runners of the rollout model that were ready by position `last`."""
     by_stream: dict[str, list[Recorded]] = {}  # read by type, because most events of a runner's stream are weight loads
     for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):
         by_stream.setdefault(item.stream, []).append(item)
@@ -298,10 +296,10 @@ def _lives(log: Log, last: int) -> list[Life]:
         for item in items:
             event, at = item.event, item.recorded_at
             if isinstance(event, ev.ConcurrencyChanged):
-                if is_serving:  # count its maximum for the whole life
+                if is_serving:  # the maximum counts for the whole life
                     lives[-1] = replace(lives[-1], places=max(lives[-1].places, event.places))
                 continue
-            if is_serving:  # any further event ends it, at the latest the start of the next life
+            if is_serving:  # any other event ends the life, at the latest the start of the next one
                 lives[-1] = replace(lives[-1], ended_at=at)
                 is_serving = False
             if isinstance(event, ev.RunnerStarted):
@@ -313,7 +311,7 @@ def _lives(log: Log, last: int) -> list[Life]:
     return lives
 
 
-def _changes(log: Log, first: int, last: int) -> list[WeightsUpdate]:
+def _weights_updates(log: Log, first: int, last: int) -> list[WeightsUpdate]:
     """Return the weights published between two positions."""
     updates: dict[int, WeightsUpdate] = {}
     for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=last + 1):

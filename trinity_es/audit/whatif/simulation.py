@@ -1,16 +1,16 @@
-"""Replay of recorded batches in virtual time: a clock that jumps from event to event.
+"""Discrete-event simulation that replays recorded batches under other settings.
 
-Dispatching, retries, finalizing and dropping are decided by the same functions as in a run (in `coordinator`:
-`decisions.batch_decisions`, `fleet.dynamic_timeout`, `fleet.dispatcher.units_ahead`) on the same state
-(`projections.batch`). Runners, trainer and network behave as in the record
+The coordinator's own functions decide on dispatching, retries, finalizing and dropping (in `coordinator`:
+`decisions.batch_decisions`, `fleet.dynamic_timeout`, `fleet.dispatcher.units_ahead`), on the same state
+(`projections.batch`). Runners, trainer and network behave as recorded
 (`trinity_es.audit.whatif.recorded_durations`).
 
 - An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
-  attempt), its time is drawn from the recorded ones of its batch; if it was cut off, from those that took longer.
+  attempt), a recorded time of its batch is drawn. If it was cut off, a longer recorded time is drawn.
 - An attempt that timed out also times out under a longer timeout, since its real end is unknown.
 - Submissions of batches, publications of weights and deaths of runners keep their recorded delay from the event that
   they followed: the last end of a batch, train step or weights update before them. A train step takes its recorded
-  time. So faster rollouts speed up a run that waits for its rollouts, but not one that waits for its trainer.
+  time. So faster rollouts speed up a run that waits for its rollouts, but not a run that waits for its trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import units_ahead
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
-from trinity_es.audit.whatif.recorded_durations import combined
+from trinity_es.audit.whatif.recorded_durations import combine_seconds
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
@@ -36,20 +36,20 @@ from trinity_es.projections.batch import BatchState, evolve
 __all__ = ["Simulation"]
 
 TOGETHER_SECONDS = 1e-5
-"""Interval within which the finished units of a runner arrive in one message."""
+"""Units that a runner finishes within this interval arrive in one message."""
 
 Unit = tuple[BatchId, int, int, int]
 """(batch, task, first run, attempt)."""
 
 
 class _Runner:
-    """Places of a runner, with the units that play in them or wait."""
+    """Simulated runner. It plays at most `places` units at a time; the others wait."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name, self.places = name, places
         self.incarnation, self.is_ready, self.version = 0, False, 0
         self.loads_in_progress = 0
-        """Number of weights versions that it loads now; it gets no units meanwhile."""
+        """Number of weights versions that the runner loads now; it gets no units meanwhile."""
         self.unit_seconds: float | None = None
         self.waiting: deque[tuple[Unit, float, float, UnitOutcome]] = deque()
         self.playing: set[Unit] = set()
@@ -58,7 +58,7 @@ class _Runner:
 
 
 class Simulation:
-    """Clock, batches and runners. Times are seconds after the first submission."""
+    """Replay of a recorded history with its own clock. Virtual times are seconds after the first submission."""
 
     def __init__(self, past: History, settings: Settings) -> None:
         self.past, self.settings = past, settings
@@ -72,7 +72,7 @@ class Simulation:
         self.pace = past.pace
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
-        """Heap of (time, number, call); calls of one time run in the order of their numbers."""
+        """Heap of (time, number, call). Calls at the same time run in the order of their numbers."""
         self.call_count = 0
         self.begun_at = past.batches[0].submitted_at
         self.reached_at: dict[Anchor, float] = {}
@@ -81,11 +81,11 @@ class Simulation:
         self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
         self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
-        """Rounds of each batch that end with too few groups, and the tasks that are added after each."""
+        """Pipelines of each batch that will leave too few groups, with the tasks that are added after each."""
         self.awaited_ids: set[BatchId] = set()
         """Batches that a caller waits to finalize."""
         self.grace_begun_ids: set[BatchId] = set()
-        """Batches for which `wait_after_min` has begun; `grace_over_ids`: it is over."""
+        """Batches whose extra wait `over_rollout.wait_after_min` has begun; in `grace_over_ids` it is over."""
         self.grace_over_ids: set[BatchId] = set()
         self.attempts: dict[BatchId, int] = {}
         self.drawn_counts: dict[BatchId, int] = {}
@@ -94,59 +94,59 @@ class Simulation:
 
     # --- the clock --------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Plan all recorded events, then run calls until none is left."""
+        """Schedule the recorded events, then run scheduled calls until none is left."""
         self._plan_runners()
         for batch in self.past.batches:
             self._plan_batch(batch)
         for change in self.past.changes:
             self._plan_weights(change)
-        self.reach(("begin", None))
+        self.reach_anchor(("begin", None))
         while self.queue:
             self.now, _, call = heapq.heappop(self.queue)
             call()
 
-    def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` after this virtual time."""
+    def call_after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Schedule `call` for this many virtual seconds from now."""
         self.call_count += 1
         heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.call_count, call))
 
-    def reach(self, anchor: Anchor) -> None:
-        """Mark an anchor as reached and run the calls that wait for it."""
+    def reach_anchor(self, anchor: Anchor) -> None:
+        """Mark an anchor as reached, and run the calls that wait for it."""
         if anchor not in self.reached_at:
             self.reached_at[anchor] = self.now
             for call in self.waiting_calls.pop(anchor, []):
                 call()
 
-    def after_anchors(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
-        """Call `call` the given time after the last of these anchors is reached."""
+    def call_after_anchors(self, anchors: Sequence[Anchor], seconds: float, call: Callable[[], None]) -> None:
+        """Schedule `call` for `seconds` after all these anchors are reached."""
         missing = {a for a in anchors if a not in self.reached_at}
 
         def note_reached(anchor: Anchor) -> None:
             missing.discard(anchor)
             if not missing:
-                self.after(seconds, call)
+                self.call_after(seconds, call)
 
         if not missing:
-            self.after(seconds, call)
+            self.call_after(seconds, call)
         for anchor in list(missing):
             self.waiting_calls.setdefault(anchor, []).append(partial(note_reached, anchor))
 
     # --- events that the coordinator does not decide ----------------------------------------------------------------
     def _plan_runners(self) -> None:
-        """Plan the lives of as many runners as the settings say: recorded ones, then further ones that never die."""
+        """Schedule as many runners as the settings say: the recorded ones, then additional ones that never die."""
         names = sorted({life.runner for life in self.past.lives}, key=lambda n: (len(n), n))
         count = len(names) if self.settings.runners is None else self.settings.runners
         for name in names[:count]:
             for life in (life for life in self.past.lives if life.runner == name):
-                self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.blamed)
+                self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.is_blamed)
         places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
         for i in range(len(names), count):
             self._plan_life(f"further runner {i}", 1, places, self.begun_at, None, True)
 
     def _plan_life(
-        self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, blamed: bool
+        self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, is_blamed: bool
     ) -> None:
-        """Plan the start and, if it has one, the end of one life of a runner."""
+        """Schedule the start and, if `ended_at` is set, the death of one process of a runner."""
         def start() -> None:
             runner = self.runners.setdefault(name, _Runner(name, places))
             runner.places = self.settings.max_concurrency or places
@@ -162,24 +162,24 @@ class Simulation:
             runner.waiting.clear()
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
-                state = self.states[batch_id]
-                self.record(batch_id, decisions.lose_runner(state, name, incarnation, "it died", blamed=blamed))
+                events = decisions.lose_runner(self.states[batch_id], name, incarnation, "it died", blamed=is_blamed)
+                self.apply_events(batch_id, events)
                 self.finalize_if_enough(batch_id)
             self.dispatch()
 
         if ready_at <= self.begun_at:
-            self.after_anchors([("begin", None)], 0.0, start)
+            self.call_after_anchors([("begin", None)], 0.0, start)
         else:
             anchor, delay = self.past.last_anchor_before(ready_at)
-            self.after_anchors([anchor], delay, start)
+            self.call_after_anchors([anchor], delay, start)
         if ended_at is not None:
             anchor, delay = self.past.last_anchor_before(ended_at)
-            self.after_anchors([anchor], delay, die)
+            self.call_after_anchors([anchor], delay, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
-        """Plan the submission of a batch, its caller's wait, its abort or its train step, as recorded."""
+        """Schedule a batch's recorded submission, the request to finalize it, its abort and its train step."""
         anchor, delay = self.past.last_anchor_before(batch.submitted_at)
-        self.after_anchors([anchor], delay, lambda: self.submit(batch))
+        self.call_after_anchors([anchor], delay, lambda: self.submit(batch))
         anchors: list[Anchor] = [("submit", batch.batch_id)]
         earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
                    and b.submitted_at < batch.submitted_at and b.ended_at is not None]
@@ -187,28 +187,28 @@ class Simulation:
         if earlier and earlier[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
             anchors.append(("end", earlier[-1].batch_id))
         delay = 0.0
-        if batch.asked_late and batch.finalizing_at is not None:
+        if batch.was_requested_late and batch.finalizing_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
             anchors = [("submit", batch.batch_id), anchor]
             delay = min(delay, batch.finalizing_at - batch.submitted_at)
-        self.after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
+        self.call_after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.ended_at)
-            self.after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
+            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
         for addition in (a for a in batch.additions if a.missing is None):
             anchor, delay = self.past.last_anchor_before(addition.added_at)
             add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
-            self.after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
+            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
             anchors = [("end", batch.batch_id), *previous[-1:]]
-            begun_at = max(at for at, a in self.past.anchors if a in anchors)
-            self.after_anchors(anchors, batch.trained_at - begun_at, lambda: self.reach(("trained", batch.batch_id)))
+            delay = batch.trained_at - max(at for at, a in self.past.anchors if a in anchors)
+            self.call_after_anchors(anchors, delay, lambda: self.reach_anchor(("trained", batch.batch_id)))
 
     def _plan_weights(self, change: WeightsUpdate) -> None:
-        """Plan the publication of weights; runners without a recorded load take the median time."""
+        """Schedule a publication of weights. A runner without a recorded load takes the median time."""
         anchor, delay = self.past.last_anchor_before(change.published_at)
         median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
@@ -219,8 +219,8 @@ class Simulation:
                     load_seconds = change.loads.get(runner.name, median_seconds)
                     longest = max(longest, load_seconds)
                     runner.loads_in_progress += 1
-                    self.after(load_seconds, partial(end_load, runner, runner.incarnation))
-            self.after(longest, lambda: self.reach(("weights", change.version)))
+                    self.call_after(load_seconds, partial(end_load, runner, runner.incarnation))
+            self.call_after(longest, lambda: self.reach_anchor(("weights", change.version)))
 
         def end_load(runner: _Runner, incarnation: int) -> None:
             if runner.incarnation == incarnation and runner.loads_in_progress:
@@ -228,15 +228,15 @@ class Simulation:
                 runner.version = change.version
                 self.dispatch()
 
-        self.after_anchors([anchor], delay, publish)
+        self.call_after_anchors([anchor], delay, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
-    def record(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
+    def apply_events(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
         for event in events:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
-        """Submit a recorded batch with the settings that are simulated."""
+        """Submit a recorded batch with the simulated settings."""
         recorded, settings = batch.submitted, self.settings
         min_wait_num = recorded.min_wait_num
         if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
@@ -247,12 +247,12 @@ class Simulation:
             max_attempts=recorded.max_attempts if settings.max_retry is None else 1 + settings.max_retry,
             runs_per_unit=recorded.runs_per_unit if settings.runs_per_unit is None else settings.runs_per_unit,
         )
-        self.record(batch.batch_id, [submitted])
-        self.reach(("submit", batch.batch_id))
+        self.apply_events(batch.batch_id, [submitted])
+        self.reach_anchor(("submit", batch.batch_id))
         self.dispatch()
 
     def await_batch(self, batch_id: BatchId) -> None:
-        """Let a caller wait to finalize the batch from now on."""
+        """Note that a caller waits to finalize the batch from now on."""
         self.awaited_ids.add(batch_id)
         self.finalize_if_enough(batch_id)
         self.dispatch()
@@ -262,12 +262,12 @@ class Simulation:
         if state.state.ended:
             return
         self.revoke(state)
-        self.record(batch_id, decisions.abort(state, reason="as recorded", keep_partial_results=True))
-        self.reach(("end", batch_id))
+        self.apply_events(batch_id, decisions.abort(state, reason="as recorded", keep_partial_results=True))
+        self.reach_anchor(("end", batch_id))
         self.dispatch()
 
     def finalize_if_enough(self, batch_id: BatchId) -> None:
-        """Finalize the batch if it has enough, as the coordinator does."""
+        """Start to finalize the batch if a caller waits and enough tasks are settled, as the coordinator does."""
         state = self.states[batch_id]
         is_open = state.state in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING)
         if batch_id not in self.awaited_ids or not is_open or not state.has_enough:
@@ -276,17 +276,17 @@ class Simulation:
         if not state.is_complete and grace > 0 and batch_id not in self.grace_over_ids:
             if batch_id not in self.grace_begun_ids:
                 self.grace_begun_ids.add(batch_id)
-                self.after(grace + self.past_batches[batch_id].timer_late, lambda: self._end_grace(batch_id))
+                self.call_after(grace + self.past_batches[batch_id].timer_delay, lambda: self._end_grace(batch_id))
             return
         self.revoke(state)
         return_partial = self.over_rollout["return_partial_tasks"]
-        self.record(batch_id, decisions.start_finalizing(state, return_partial=return_partial))
+        self.apply_events(batch_id, decisions.start_finalizing(state, return_partial=return_partial))
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
             rounds = self.rounds[batch_id]
             seconds = rounds[0].pipeline_seconds if rounds else self.past_batches[batch_id].pipeline_seconds
-            self.after(seconds, lambda: self._end_pipeline(batch_id))
+            self.call_after(seconds, lambda: self._end_pipeline(batch_id))
 
     def _end_grace(self, batch_id: BatchId) -> None:
         self.grace_over_ids.add(batch_id)
@@ -294,36 +294,36 @@ class Simulation:
         self.dispatch()
 
     def _end_pipeline(self, batch_id: BatchId) -> None:
-        """End the batch, or the round in which too few of its groups were usable."""
+        """End the batch. If the recorded pipeline left too few groups, the client adds tasks instead."""
         if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
             return
         if rounds := self.rounds[batch_id]:
             addition = rounds.popleft()
-            self.record(batch_id, [*filter(None, [addition.missing])])
+            self.apply_events(batch_id, [*filter(None, [addition.missing])])
             self.awaited_ids.discard(batch_id)  # until its caller has added tasks
-            self.after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
+            self.call_after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
         else:
-            self.record(batch_id, [ev.BatchFinalized(result={})])
+            self.apply_events(batch_id, [ev.BatchFinalized(result={})])
             self.note_end(batch_id)
             self.dispatch()
 
     def _add_tasks(self, batch_id: BatchId, event: ev.TasksAdded, *, then_await: bool = False) -> None:
-        """Add the tasks that were added to the recorded batch, unless it has ended; `then_await`: then wait for it."""
+        """Add the tasks of a recorded event to a running batch. `then_await`: from then on a caller waits for it."""
         if then_await:
             self.awaited_ids.add(batch_id)
         if self.states[batch_id].state is BatchLifecycleState.RUNNING:
             per_unit = self.settings.runs_per_unit or event.runs_per_unit
-            self.record(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
+            self.apply_events(batch_id, [replace(event, tasks=None, tasks_digest=None, runs_per_unit=per_unit)])
             self.dispatch()
 
     def note_end(self, batch_id: BatchId) -> None:
         if self.dynamic_timeout is not None:
             pace = dynamic_timeout.add_measurements(self.pace, self.states[batch_id], **self.dynamic_timeout)
             self.pace = pace or self.pace
-        self.reach(("end", batch_id))
+        self.reach_anchor(("end", batch_id))
 
     def timeout(self) -> float:
-        """Return the dynamic timeout of a run in seconds; 0 without one."""
+        """Return the dynamic timeout of a run in seconds; 0 if there is none."""
         if self.dynamic_timeout is None or self.pace is None:
             return 0.0
         pace = self.pace
@@ -343,52 +343,52 @@ class Simulation:
             for r in self.runners.values() if r.is_ready and not r.loads_in_progress
         ]
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
-            self.record(state.batch_id, [event])
+            self.apply_events(state.batch_id, [event])
             self.attempts[state.batch_id] = self.attempts.get(state.batch_id, 0) + len(event.units)
             for unit in event.units:
-                self._begin(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
+                self._queue_unit(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
 
     def revoke(self, state: BatchState) -> None:
         """Remove the units of this batch from all runners."""
         for runner in self.runners.values():
             runner.waiting = deque(w for w in runner.waiting if w[0][0] != state.batch_id)
             runner.playing -= {u for u in runner.playing if u[0] == state.batch_id}
-            self._fill(runner)
+            self._start_waiting_units(runner)
 
     # --- runners ----------------------------------------------------------------------------------------------------
-    def _begin(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
-        seconds, delay, outcome = self._play(state, unit, limit)
+    def _queue_unit(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
+        seconds, delay, outcome = self._play_unit(state, unit, limit)
         runner.waiting.append(((state.batch_id, unit.task, unit.run_id_base, unit.attempt), seconds, delay, outcome))
-        self._fill(runner)
+        self._start_waiting_units(runner)
 
-    def _fill(self, runner: _Runner) -> None:
-        """Let waiting units play in the free places of a runner."""
+    def _start_waiting_units(self, runner: _Runner) -> None:
+        """Start waiting units of a runner while it has free places."""
         while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, delay, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
-            self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, delay, outcome))
+            self.call_after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, delay, outcome))
 
     def _end_unit(self, runner: _Runner, incarnation: int, unit: Unit, delay: float, outcome: UnitOutcome) -> None:
-        """Free the place of a unit and send its outcome after this delay."""
+        """Free the unit's place, and send its outcome after `delay` seconds."""
         if runner.incarnation != incarnation or unit not in runner.playing:
-            return  # it was revoked, or its runner died
+            return  # the unit was revoked, or its runner died
         runner.playing.discard(unit)
-        self._fill(runner)
-        self.after(delay, lambda: self._send(runner, incarnation, outcome))
+        self._start_waiting_units(runner)
+        self.call_after(delay, lambda: self._send_outcome(runner, incarnation, outcome))
 
-    def _send(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
-        """Send an outcome; those sent at the same time arrive in one message and one turn of the coordinator."""
+    def _send_outcome(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
+        """Send an outcome. Outcomes sent within TOGETHER_SECONDS arrive in one message."""
         if not runner.outcomes:
-            self.after(TOGETHER_SECONDS, lambda: self._receive(runner, incarnation))
+            self.call_after(TOGETHER_SECONDS, lambda: self._receive_outcomes(runner, incarnation))
         runner.outcomes.append(outcome)
 
-    def _receive(self, runner: _Runner, incarnation: int) -> None:
+    def _receive_outcomes(self, runner: _Runner, incarnation: int) -> None:
         """Record the outcomes of a runner, as the coordinator does, and finalize batches that have enough."""
         changed_ids: dict[BatchId, None] = {}  # an ordered set
         outcomes, runner.outcomes = runner.outcomes, []
         for outcome in outcomes:
             events = decisions.apply_outcome(self.states[outcome.batch_id], runner.name, incarnation, outcome)
-            self.record(outcome.batch_id, events)
+            self.apply_events(outcome.batch_id, events)
             average = runner.unit_seconds
             runner.unit_seconds = outcome.seconds if average is None else 0.8 * average + 0.2 * outcome.seconds
             if events:
@@ -398,13 +398,13 @@ class Simulation:
         self.dispatch()
 
     # --- durations --------------------------------------------------------------------------------------------------
-    def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
-        """Return (seconds in its place, seconds from there into the log, outcome)."""
+    def _play_unit(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
+        """Return a unit's seconds on its runner, further seconds until its outcome is in the log, and the outcome."""
         past = self.past_batches[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         durations = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
         overhead, delay = past.overheads.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_overheads
-        seconds = combined([d.seconds for d in durations], sequential=self.is_sequential) + overhead
+        seconds = combine_seconds([d.seconds for d in durations], sequential=self.is_sequential) + overhead
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
         for run, duration in zip(runs, durations, strict=True):
             if duration.kind:
@@ -414,12 +414,12 @@ class Simulation:
         return seconds, delay, outcome
 
     def _duration_of(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
-        """Return the recorded duration of a run, or one that is drawn, cut at the time limit."""
-        duration = past.took.get((task, run, attempt))
+        """Return the duration of a run, recorded or else drawn, and cut at the time limit."""
+        duration = past.durations.get((task, run, attempt))
         if duration is None or duration.cut:
             self.drawn_counts[past.batch_id] = self.drawn_counts.get(past.batch_id, 0) + 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
-            duration = self._draw(self._pool(past, attempt > 1), chance, duration)
+            duration = self._draw_duration(self._duration_pool(past, attempt > 1), chance, duration)
         if duration.kind == "timeout":
             return replace(duration, seconds=max(0.0, limit + duration.seconds - duration.limit))
         if duration.limit != limit and duration.seconds > limit:
@@ -427,8 +427,8 @@ class Simulation:
         return duration
 
     @staticmethod
-    def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
-        """Draw a duration from the pool. For an attempt that was cut off, the result is longer than the cut."""
+    def _draw_duration(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
+        """Draw a duration from the pool; for an attempt that was cut off, a longer one than its recorded time."""
         if not pool:
             return Duration(seconds=0.0 if cut is None else cut.seconds)
         if cut is None:
@@ -439,12 +439,12 @@ class Simulation:
         extra = chance.choice(pool)
         return replace(extra, seconds=cut.seconds + extra.seconds, limit=0.0, kind="")
 
-    def _pool(self, past: PastBatch, retry: bool) -> list[Duration]:
-        """Return the recorded durations to draw from, for a first attempt or a retry of this batch."""
+    def _duration_pool(self, past: PastBatch, retry: bool) -> list[Duration]:
+        """Return the recorded durations to draw from for a first attempt, or a retry, in this batch."""
         if (past.batch_id, retry) not in self.duration_pools:
-            first = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n == 1]
-            later = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n > 1]
+            first = [t for (_, _, n), t in sorted(past.durations.items()) if not t.cut and n == 1]
+            later = [t for (_, _, n), t in sorted(past.durations.items()) if not t.cut and n > 1]
             others = [t for b in self.past.batches if b.submitted.batch_type == past.submitted.batch_type
-                      for _, t in sorted(b.took.items()) if not t.cut]
+                      for _, t in sorted(b.durations.items()) if not t.cut]
             self.duration_pools[past.batch_id, retry] = (later or first if retry else first) or later or others
         return self.duration_pools[past.batch_id, retry]

@@ -1,4 +1,4 @@
-"""The command `accept-rewind`, with which a person accepts that a log lost acknowledged events."""
+"""The command `accept-rewind`, with which an operator accepts that a log lost acknowledged events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import JsonOption, LogOption, choose_log, print_json, read_config
-from trinity_es.cli.which_config import settings_of, settings_of_run
+from trinity_es.cli.which_config import config_from_options, config_of_run
 from trinity_es.client.accept_rewind import accept
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError
@@ -27,10 +27,10 @@ def accept_rewind(
 ) -> None:
     """Continue with a log that lacks acknowledged events because it was restored from an older copy.
 
-    No system runs on such a log until you accept the loss here. First look for a better copy: after this the missing
-    events are gone for good. The loss is recorded in the log (RewindAccepted), which counts as another log from then
-    on. A system that halted because of it is ended: start it again. Exits 1 if nothing is missing as far as this host
-    knows.
+    No system runs on such a log until you accept the loss by this command. First look for a better copy: after this the
+    missing events are gone for good. The loss is recorded in the log (RewindAccepted), which counts as another log from
+    then on. A system that halted because of the loss is ended: start it again. Exits 1 if this host knows of no missing
+    event.
 
     \b
     Example:
@@ -55,16 +55,16 @@ def accept_rewind(
 
 
 def _settings(config: Path | None, log: str | None) -> Config:
-    """Return the config file's settings, or those of the log.
+    """Return the settings of the config file, or settings for a log.
 
-    For a log these are the recorded config or a config with only its URL: the first one under which this host knows of
-    missing events.
+    For a log they are the recorded config or a config with only its URL. The first of these two is taken under which
+    this host remembers events that the log lacks.
     """
     if config is not None and log is None:
         return read_config(config)
     url = choose_log(log)
-    candidates = [settings_of(None, url)]
+    candidates = [config_from_options(None, url)]
     with suppress(ConfigError, LogError):
-        candidates.insert(0, settings_of_run(url, None))
+        candidates.insert(0, config_of_run(url, None))
     rewound = (settings for settings in candidates if remembered_log_end.rewind_message(settings) is not None)
     return next(rewound, candidates[0])

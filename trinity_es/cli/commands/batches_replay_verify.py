@@ -33,9 +33,9 @@ __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 BatchArgument = Annotated[
     str, typer.Argument(metavar="BATCH", help="Id of the batch, as `trinity-es batches` shows it: 3, or 0/letters.")
 ]
-MOST_SHOWN = 50
+MAX_ROWS = 50
 """Number of batches that are listed without --all, --limit or --since."""
-MOST_TASKS = 40
+MAX_TASKS = 40
 """Number of tasks that `show` prints without --all."""
 
 
@@ -50,10 +50,10 @@ def batches(
         "--sort", metavar="COLUMN", help="Sort by seconds, reward, step, ...")] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
     limit: Annotated[int | None, typer.Option(
-        "--limit", "-n", min=1, max=common.MOST_INTEGER, help="Show at most N batches.")] = None,
+        "--limit", "-n", min=1, max=common.MAX_INTEGER, help="Show at most N batches.")] = None,
     slowest: Annotated[int | None, typer.Option(
-        "--slowest", metavar="N", min=1, help="The N slowest, with what held each up.")] = None,
-    every: Annotated[bool, typer.Option("--all", help=f"All batches, not only the last {MOST_SHOWN}.")] = False,
+        "--slowest", metavar="N", min=1, help="The N slowest, with the main reason for each.")] = None,
+    every: Annotated[bool, typer.Option("--all", help=f"All batches, not only the last {MAX_ROWS}.")] = False,
     log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """List batches with their state, rewards, tokens and failed attempts.
@@ -74,9 +74,9 @@ def batches(
         after = 0 if since is None else common.position_before(opened, common.parse_at(since, opened, option="--since"))
         skipped_count = 0
         if limit is None and not (every or as_json or after):
-            skipped_count = max(0, opened.count_batches(state=state, batch_type=batch_type) - MOST_SHOWN)
-            if skipped_count and (descending or sort != "position"):  # of sorted rows the first are shown, not the last
-                limit, skipped_count = MOST_SHOWN, 0
+            skipped_count = max(0, opened.count_batches(state=state, batch_type=batch_type) - MAX_ROWS)
+            if skipped_count and (descending or sort != "position"):  # sorted: show the first rows
+                limit, skipped_count = MAX_ROWS, 0
         rows = opened.batches(state=state, batch_type=batch_type, sort=sort, descending=descending,
                               limit=None if after else limit, offset=skipped_count)
         rows = [row for row in rows if row.first_position > after][:limit]
@@ -93,16 +93,16 @@ def batches(
         common.note("no batch in this log yet" if not since and not state and not batch_type else "no batch matches")
     batch_tables.print_batches(batch_tables.console(), rows, causes)
     if skipped_count:
-        print(f"{skipped_count} earlier ones: --all shows them, --limit and --since choose")
+        print(f"{skipped_count} earlier batches: --all shows them, --limit and --since choose")
 
 
 def _require_one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
     if value is not None and value not in choices:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=option)
+        raise typer.BadParameter(f"{value!r} is not a valid value: give one of {', '.join(choices)}", param_hint=option)
 
 
 def _longest_delay(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    """Return what held a batch up longest, with its seconds; None if it has no events of which to tell."""
+    """Return the longest phase of a batch, with its seconds and its text; None if the batch has no phases."""
     timeline = attempts.fold_timeline(log.events(row.batch_id, row.first_position - 1))
     segment = critical_path.longest_segment(timeline, log.without_coordinator(row.first_position))
     return None if segment is None else {"seconds": segment.seconds, "what": segment.what, "fault": segment.fault}
@@ -120,7 +120,7 @@ def show(
     every: Annotated[bool, typer.Option("--all", help="All tasks, not only the first 40; texts in full.")] = False,
     log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
-    """Show one batch, one task of it, or one rollout: its attempts, runners, weights and rewards.
+    """Show one batch, one of its tasks, or one run of a task: attempts, runners, weights and rewards.
 
     \b
     Examples:
@@ -135,7 +135,7 @@ def show(
                                      "--run 1`, or an experience by its id, as in `show "
                                      "3/7/1/0/ab12cd`", param_hint="[TASK [RUN]]")
         task, run = numbers[0], numbers[1] if len(numbers) > 1 else None
-    limit = None if every or as_json else MOST_TASKS
+    limit = None if every or as_json else MAX_TASKS
     with common.open_chosen(log, config) as opened:
         batch_id, task_and_run = _batch_of_id(opened, batch)
         if task_and_run is not None:  # the id of an experience
@@ -162,9 +162,9 @@ def show(
 
 
 def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
-    """Return the taskset and row of each task, as `letters 12`: "" without a taskset, [] if the tasks can't be read.
+    """Return the taskset and row of each task, such as `letters 12`; "" for a task without a taskset.
 
-    It reads no further submissions once it has `limit` tasks.
+    Returns [] if the tasks can't be read. Stops to read when it has `limit` tasks.
     """
     indexes: list[dict[str, Any]] = []
     try:
@@ -177,7 +177,7 @@ def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
 
 
 def _batch_of_id(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
-    """Return the batch of an id; for an experience's id also its task and run, else None. Raises BatchNotFound."""
+    """Return the batch of a batch's or experience's id, and for an experience (task, run). Raises BatchNotFound."""
     parts = text.rsplit("/", 4)
     try:
         return common.find_batch(log, text), None
@@ -190,13 +190,13 @@ def _batch_of_id(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
 def replay(
     batch: BatchArgument,
     at: Annotated[str | None, typer.Option(
-        "--at", metavar="POSITION_OR_TIME", help="The moment: a position of the log, or an ISO time. Default: now.",
+        "--at", metavar="POSITION_OR_TIME", help="A position of the log, or an ISO time. Default: now.",
     )] = None,
     log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
-    """Compute a batch's state from its events, now or at any moment, and check its final result.
+    """Compute a batch's state from its events, now or at any earlier time, and check its final result.
 
-    Exits 1 if the result that the trainer got differs in any bit from the one that is computed again from the log.
+    Exits 1 if the result that the trainer got differs in any bit from the result computed from the log.
 
     \b
     Examples:
@@ -234,8 +234,8 @@ def verify(
 ) -> None:
     """Check a whole log: order of events, hash chain, payloads, database file, and recomputed results and tables.
 
-    It also checks that the log has every event that this host knows to be acknowledged. Exits 1 if something is wrong,
-    or the log is empty. A live run may continue meanwhile. docs/OBSERVABILITY.md says what it cannot detect.
+    It also checks that the log has every event that was acknowledged to this host. Exits 1 if something is wrong or the
+    log is empty. A live run may continue meanwhile. docs/OBSERVABILITY.md says what this cannot detect.
 
     \b
     Example:
@@ -259,14 +259,13 @@ def verify(
               f"{counted(report.payloads, 'payload')} checked in {seconds:.1f} s "
               f"({report.events / max(seconds, 1e-6):,.0f} events/s)")
         if not (report.events or report.problems):
-            print("a SQLite log is its file and the `-wal` beside it: copy both, or use "
-                  "`sqlite3 FILE \".backup COPY\"`")
+            print("a SQLite log has two files, FILE and FILE-wal: copy both, or use `sqlite3 FILE \".backup COPY\"`")
     if report.problems or not report.events:
         raise typer.Exit(1)
 
 
 def _memory_folder(config: Path | None, log: str | None) -> str:
-    """Return the folder where this host records how far the config's log reached; empty without a config."""
+    """Return the folder where this host remembers the end of the config's log; "" without a config."""
     if config is None or log is not None:
         return ""
     from trinity_es.system import remembered_log_end  # slow to import

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import in_view, quiet
+from trinity_es.cli.run_in_view import run_with_view, silence_libraries
 from trinity_es.config.config import Config
 from trinity_es.projections.metric_aggregation import missing_runs
 from trinity_es.projections.reading.log_reader import open_log
@@ -24,14 +24,14 @@ from trinity_es.safe_text import error_line, plain
 __all__ = ["bench", "debug", "run_benchmark"]
 
 SHOWN_CHARACTERS = 2000
-"""Characters of a prompt or an answer that a terminal shows; the files have all of it."""
+"""Number of characters of a prompt or an answer that are printed; the files have all of it."""
 
 
 def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Evaluate the checkpoints of a run, in order, on the eval tasksets of its config.
 
-    Results go to a log of their own, bench/log.sqlite beside the run's log. A checkpoint is evaluated once; with
-    explorer.bench_on_latest_checkpoint only the newest is. Exits 1 if a checkpoint could not be evaluated.
+    Results go to a separate log, bench/log.sqlite beside the run's log. Each checkpoint is evaluated once; with
+    explorer.bench_on_latest_checkpoint only the newest one. Exits 1 if a checkpoint could not be evaluated.
 
     \b
     Example:
@@ -41,8 +41,8 @@ def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
 
 
 def run_benchmark(settings: Config, as_json: bool) -> None:
-    """Run or continue a benchmark with a live view, and show its results. Exits 1 if a result is missing."""
-    quiet()
+    """Run or continue a benchmark with a live view, and print its results. Exits 1 if a result is missing."""
+    silence_libraries()
     explorer = Explorer(settings)
     store_url = settings.masked()["store"]["url"]
     names = [c.name for c in settings.buffer.explorer_input.eval_tasksets]
@@ -50,8 +50,8 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
     try:
         if explorer.locate():
             if explorer.resumed:
-                note(f"going on with the benchmark in {store_url}")
-            rows = in_view(settings, explorer, explorer.benchmark, as_json=as_json)
+                note(f"continuing the benchmark in {store_url}")
+            rows = run_with_view(settings, explorer, explorer.benchmark, as_json=as_json)
         else:
             note(f"the benchmark in {store_url} is complete")
             with open_log(settings.store.url) as log:
@@ -67,7 +67,7 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
 
 
 def _print_rewards(rows: list[BenchRow], names: list[str], store_url: str) -> None:
-    """Print a line per checkpoint: its mean reward on each taskset, and what is missing."""
+    """Print a line per checkpoint: its mean reward on each taskset, missing runs and problems."""
     width = max(12, *(len(name) for name in names))
     print("\n" + f"{'checkpoint':<12}" + "".join(f"{name:>{width + 2}}" for name in names))
     for row in rows:
@@ -101,7 +101,7 @@ def debug(
     Example:
       trinity-es debug config.yaml --taskset letters --index 3 --runs 2
     """
-    quiet()
+    silence_libraries()
     settings = read_config(config, overrides)
     task = single_task.choose(settings, taskset, index, workflow)
     folder = keep or Path(settings.system.log_dir).parent / "debug" / time.strftime("%Y%m%d-%H%M%S")
@@ -117,7 +117,7 @@ def debug(
 
 
 def _print_played(played: PlayedTask) -> None:
-    """Print a played task: each experience with its texts and metrics, failures with their tracebacks."""
+    """Print a played task: its experiences with texts and metrics, and its failures with tracebacks."""
     def indented(text: str | None) -> str:
         lines = "\n".join(f"    {plain(line)}" for line in (text or "").split("\n"))
         return lines if len(lines) <= SHOWN_CHARACTERS else lines[:SHOWN_CHARACTERS] + " …"

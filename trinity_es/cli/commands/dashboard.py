@@ -40,10 +40,10 @@ def dashboard(
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Show a log in a browser, of a live run or of one that ended long ago. It never writes to the log.
+    """Show the log of a live or an old run in a browser. The dashboard never writes to the log.
 
     It works offline. If the log does not exist yet, the pages appear when it does. The printed address contains the
-    token; a browser that has opened it once is let in from then on.
+    token; a browser that has opened this address once has access from then on.
 
     \b
     Examples:
@@ -86,9 +86,9 @@ def dashboard(
 
 
 def _open_in_browser(address: str) -> Path:
-    """Open this address in a browser, through a file that redirects there; return the file.
+    """Open an address in a browser through an HTML file that redirects to it, and return the file.
 
-    Only this user can read the file. The browser's arguments, which every user can see, then don't have the token.
+    So the token is not in the browser's arguments, which every user can see. Only this user can read the file.
     """
     import webbrowser
 

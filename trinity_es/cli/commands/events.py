@@ -22,20 +22,20 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["events", "watch"]
 
 _TAIL_EVENTS = 5000
-"""Number of events at the log's end that are searched first for the last ones of a bulk type."""
+"""Number of events at the log's end that `--last` searches first for events of a frequent type."""
 
 
 def events(
     batch: Annotated[str | None, typer.Argument(
         metavar="[BATCH]", help="Only events of this batch.", show_default=False)] = None,
     after: Annotated[int, typer.Option(
-        "--after", min=0, max=common.MOST_INTEGER, help="Only events after this position.")] = 0,
+        "--after", min=0, max=common.MAX_INTEGER, help="Only events after this position.")] = 0,
     since: Annotated[str | None, typer.Option(
         "--since", metavar="TIME", help="Only events recorded since then.")] = None,
     limit: Annotated[int | None, typer.Option(
-        "--limit", "-n", min=1, max=common.MOST_INTEGER, help="Print at most N events.")] = None,
+        "--limit", "-n", min=1, max=common.MAX_INTEGER, help="Print at most N events.")] = None,
     last: Annotated[int | None, typer.Option(
-        "--last", min=1, max=common.MOST_INTEGER,
+        "--last", min=1, max=common.MAX_INTEGER,
         help="Begin with the last N events; --follow goes on from there.")] = None,
     types: Annotated[list[str] | None, typer.Option(
         "--type", metavar="TYPE", help="Only events of this type, as in TaskFinished; repeat.")] = None,
@@ -55,8 +55,8 @@ def events(
     """
     unknown_types = [name for name in types or [] if name not in EVENTS]
     if unknown_types:
-        raise typer.BadParameter(f"no event is called {unknown_types[0]!r}: there are {', '.join(sorted(EVENTS))}",
-                                 param_hint="--type")
+        raise typer.BadParameter(f"there is no event type {unknown_types[0]!r}. The types are: "
+                                 f"{', '.join(sorted(EVENTS))}", param_hint="--type")
     with common.open_chosen(log, config) as opened:
         stream = None
         if batch is not None:
@@ -67,7 +67,7 @@ def events(
                 raise typer.BadParameter(f"{since} is a position: use --after {since}", param_hint="--since")
             after = max(after, common.position_before(opened, at))
         selection = _Selection(opened, stream, types, runner)
-        head = opened.head().position  # read before the tail: --follow then prints what comes in between
+        head = opened.head().position  # before `tail` is read, so that --follow prints events that come meanwhile
         tail = [] if last is None else selection.last(last, after)
         if follow:
             follow_after = after if last is None else max([head, *(r.position for r in tail)])
@@ -88,14 +88,14 @@ def events(
 
 
 def watch(
-    once: Annotated[bool, typer.Option("--once", help="Show one picture, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, then end.")] = False,
     every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Time between updates.")] = 1.0,
     log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
-    """Show a live picture of a run: batches, runners, throughput, stalls, the last events. q or Ctrl-C ends it.
+    """Show a run live: batches, runners, throughput, stalls, the last events. q or Ctrl-C ends it.
 
-    It reads only the log, so of a dead run it shows the last moment. In a pipe each new picture is printed as text;
-    --json prints one picture.
+    It reads only the log; for a dead run it shows the last state. In a pipe each new state is printed as text; --json
+    prints the state once.
 
     \b
     Examples:
@@ -103,17 +103,17 @@ def watch(
       trinity-es watch --once --json
       trinity-es watch --log postgresql://me@db/runs --every 5
     """
-    from trinity_es.cli.render.watch import look, show_live  # not at the top: `events` does not need rich
+    from trinity_es.cli.render.watch import read_overview, show_live  # not at the top: `events` does not need rich
 
     with common.open_chosen(log, config) as opened:
         if as_json:
-            common.print_json(look(opened).as_json())
+            common.print_json(read_overview(opened).as_json())
         else:
             show_live(opened, once=once, interval=every)
 
 
 class _Selection:
-    """Events of a log by stream, type and runner; for rare types the bulk of the log is not read."""
+    """Selects events of a log by stream, type and runner. For rare types, most of the log is not read."""
 
     def __init__(self, log: Log, stream: str | None, types: list[str] | None, runner: str | None) -> None:
         self._log = log
@@ -121,12 +121,12 @@ class _Selection:
         self._types = types
         self._runner = runner
         self._runner_stream = None if runner is None else f"runner/{runner}"
-        # The runner's name in an event's JSON: events without it need not be decoded.
+        # The runner's name as it stands in an event's JSON. Events without it need not be decoded.
         self._runner_json = b"" if runner is None else orjson.dumps(runner.encode(errors="replace").decode())[1:-1]
         self._is_rare = stream is None and types is not None and set(types) <= set(RARE)
 
     def _matches(self, r: Recorded) -> bool:
-        """Return whether an event is of the stream, the types and the runner that are selected."""
+        """Return True if an event has the selected stream, type and runner."""
         if (self._stream is not None and r.stream != self._stream) or (self._types and r.type not in self._types):
             return False
         if self._runner is None or r.stream == self._runner_stream:
@@ -140,13 +140,13 @@ class _Selection:
         return filter(self._matches, self._log.read(stream=self._stream, types=self._types, after=after))
 
     def follow(self, after: int) -> Iterator[Recorded]:
-        """Return the selected events after this position, and wait for new ones for ever."""
+        """Yield the selected events after this position, and wait for new events for ever."""
         return filter(self._matches, self._log.follow(after, stop=lambda: False, trouble=_OutageNotes()))
 
     def last(self, count: int, after: int) -> list[Recorded]:
-        """Return the last `count` events after this position.
+        """Return the last `count` selected events after this position.
 
-        For bulk types it searches the log's last events, and further back until there are enough.
+        For frequent types, the search begins near the log's end and goes further back until there are enough.
         """
         if self._is_rare:
             newest = filter(self._matches, self._log.rare(self._types, after=after, descending=True))
@@ -163,7 +163,7 @@ class _Selection:
 
 
 class _OutageNotes:
-    """Callback that notes on stderr, once when the database becomes unavailable and once when it is back."""
+    """Callback that prints a note when the database becomes unavailable, and another when it is back."""
 
     def __init__(self) -> None:
         self._unavailable = False

@@ -1,4 +1,4 @@
-"""The command `export`: a log, or some of its batches, as files for other tools."""
+"""The command `export`, which writes a log, or some of its batches, to files for other tools."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def export(
 ) -> None:
     """Write experiences, events, a trace or a batch's page to files. Exits 1 if a payload is missing or has changed.
 
-    An experience has its prompt and completion (null if the rollout kept no text), token ids, mask, logprobs, reward,
-    advantages, the weights that made it, and batch, task, run and step. A note names the batches whose payloads were
-    freed. In .jsonl, NaN and infinite numbers are null.
+    An experience has its prompt and completion (null if no text was kept), token ids, mask, logprobs, reward,
+    advantages, the version of its weights, and its batch, task, run and step. A note names the batches whose payloads
+    were freed. In .jsonl, NaN and infinite numbers are null.
 
     \b
     Examples:
@@ -80,10 +80,10 @@ def export(
 
 
 def _require_writable(files: list[Path], *, force: bool) -> None:
-    """Raise typer.BadParameter for a file that would be overwritten by mistake, a log above all."""
+    """Raise typer.BadParameter if a file exists (unless `force`), is a database, or is named twice."""
     for number, file in enumerate(files):
         if file.resolve() in {other.resolve() for other in files[:number]}:
-            raise typer.BadParameter(f"{file} is named twice: each export needs a file of its own")
+            raise typer.BadParameter(f"{file} is named twice: give each export another file")
         if file.is_symlink() or (file.exists() and not file.is_file()):
             raise typer.BadParameter(f"{file} is not a regular file: name another one")
         if not file.exists():
@@ -98,7 +98,7 @@ def _require_writable(files: list[Path], *, force: bool) -> None:
 def _write_experiences(
     log: Log, path: Path, chosen: list[BatchId] | None, *, as_made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the experiences of these batches (None: of all); return what `--json` says, and the missing payloads."""
+    """Write the experiences of these batches (None: of all). Returns the entry for `--json`, and missing payloads."""
     progress = common.progress_counter("written", "experiences")
     result = write_experiences(log, path, chosen, as_made=as_made, progress=progress)
     if result.freed:
@@ -114,7 +114,7 @@ def _write_experiences(
 
 
 def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
-    """Write a trace of these batches (None: of the whole log); return the number of its slices and instants."""
+    """Write a trace of these batches (None: of the whole log). Returns its number of slices and instants."""
     progress, last = common.progress_counter("drawn"), log.head().position
     recorded = log.events()
     if chosen is not None:  # with the events of runners and weights in between
@@ -129,7 +129,7 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
 
 
 def _write_page(log: Log, path: Path, batch_id: BatchId) -> int:
-    """Write a batch as an HTML file; return the number of its characters."""
+    """Write a batch's page to an HTML file, and return its number of characters."""
     from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
 
     page = batch_page(log, batch_id)

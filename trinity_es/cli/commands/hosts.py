@@ -14,7 +14,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, SetOption, note, print_json
 from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.host_tables import print_hosts
-from trinity_es.cli.which_config import settings_of
+from trinity_es.cli.which_config import config_from_options
 from trinity_es.client import health
 from trinity_es.client.rollout_client import connect
 from trinity_es.projections.reading.host_list import read_hosts
@@ -38,11 +38,11 @@ def join(
     drain: Annotated[float, typer.Option("--drain", help="Seconds for tasks to end after SIGTERM.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part in a run that another host leads: start this host's engines and play tasks of the run's batches.
+    """Join a run that another host (the head) leads: start engines on this host, which play tasks of the run.
 
     The config comes from the run's log; --set changes keys for this host. `join` waits until a head runs, follows
     another head that takes over, and stays until it gets SIGTERM or Ctrl-C. Then this host gets no more tasks,
-    finishes its own and leaves. Tasks that take longer than --drain seconds are attempted elsewhere.
+    finishes its current ones and leaves. Tasks that take longer than --drain seconds are attempted elsewhere.
 
     \b
     Example:
@@ -90,10 +90,10 @@ def hosts(
     reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the hosts of a run, the head's own first, with their state and work; or make one leave.
+    """Show the hosts of a run, the head first, with their state and work; or make a host leave (drain).
 
-    If the run is over or its system can't be reached from here, the log alone answers. A drained host gets no more
-    tasks and finishes its own, then its `trinity-es join` ends. Nothing is lost.
+    If the system has ended or can't be reached from here, the list comes from the log alone. A drained host gets no
+    more tasks and finishes its current ones; then its `trinity-es join` ends. Nothing is lost.
 
     \b
     Examples:
@@ -104,7 +104,7 @@ def hosts(
     if action not in (None, "drain") or (action is None) != (name is None):
         raise typer.BadParameter("use `trinity-es hosts` to list the hosts, or `trinity-es hosts drain NAME` to drain "
                                  "one")
-    settings = settings_of(config, log)
+    settings = config_from_options(config, log)
     if name is not None:
         with connect(settings) as client:
             drained = client.drain_host(name, reason=reason)

@@ -1,4 +1,4 @@
-"""The command `payloads move`, which moves a log's payloads to another place."""
+"""The command `payloads move`, which moves a log's payloads to another store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import JsonOption, LogOption, note, print_json, progress_counter
-from trinity_es.cli.which_config import settings_of
+from trinity_es.cli.which_config import config_from_options
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
@@ -32,7 +32,7 @@ payloads = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
 @payloads.callback()
 def _group() -> None:
-    """Make this a group, although it has one command."""
+    """Make `payloads` a group of commands, although it has only one."""
 
 
 @payloads.command()
@@ -45,21 +45,21 @@ def move(
     delete: Annotated[bool, typer.Option("--delete", help="Delete the old copies after the move.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a log's payloads to another place, which the log then records. No system may run on the log.
+    """Move a log's payloads to another store, and record that in the log. No system may run on the log.
 
-    What is there already is left, so a move that was interrupted can be run again. Every copy is read back before the
-    log names its new place. Corrupt payloads stay behind, are named, and make the command exit with 1.
+    Payloads that are there already are not copied again, so an interrupted move can be repeated. Every copy is read
+    back before the log records the new store. Corrupt payloads are not moved; they are named, and the exit code is 1.
 
     \b
     Example:
       trinity-es payloads move --log runs/letters/first/log.sqlite s3://rollouts/letters
     """
     place = "" if to == "log" else require_place_url(to)
-    settings = settings_of(None, log)
+    settings = config_from_options(None, log)
     url = settings.store.url
     if running_system.find_head(settings) is not None or running_system.led_elsewhere(settings):
-        raise AlreadyRunning(f"a system runs on {masked(url)}: end it with `trinity-es down` before its payloads move")
-    EventLog.open(url, read_only=True).close()  # raises if it is no log
+        raise AlreadyRunning(f"a system runs on {masked(url)}: end it with `trinity-es down`, then move the payloads")
+    EventLog.open(url, read_only=True).close()  # raises if it is not a log
     moved = move_payloads(url, place, delete=delete, progress=progress_counter("copied", "payloads"), say=note)
     if as_json:
         print_json({"log": masked(url), **asdict(moved)})

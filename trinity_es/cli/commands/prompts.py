@@ -1,4 +1,4 @@
-"""The command `prompts`: prompts that were tried, and those that never were."""
+"""The command `prompts`, which lists the prompts that were never tried."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def prompts(
         "--never", help="List every prompt that was never tried, not only the first ten.")] = False,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Show how many prompts were tried, and which never were because no runner ever got a run of them.
+    """Show how many prompts were tried, and which prompts were never sent to a runner.
 
-    A row of a taskset counts as tried if any batch played it. Rows that no batch ever held are listed too, if the
-    taskset's file can be read from here.
+    A row of a taskset counts as tried if any batch sent it to a runner. Rows that no batch ever had are listed too, if
+    the taskset can be read from here.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def prompts(
 
 
 class _EmptyRows:
-    """`count` rows without content, enough to compute which rows come next."""
+    """Source of `count` empty rows, which is enough to compute the order of rows."""
 
     revision = ""
 
@@ -69,20 +69,19 @@ class _EmptyRows:
 
 
 def _taskset(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSource]) -> Taskset:
-    """Return the taskset; if the log has its row count, its source is not opened. Raises TasksetError."""
+    """Return a taskset. If the log has its number of rows, the source is not opened. Raises TasksetError."""
     source = sources.get((config.name, False))
     if config.kind == "file" and (source is None or config.data_selector is not None):
         return Taskset(config, recorded=source)
     if source is None:
-        raise TasksetError(f"taskset {config.name}: the log has no record of the source {config.path}, so its rows "
-                           "can't be read")
+        raise TasksetError(f"the rows of taskset {config.name} are unknown: the log has no record of {config.path}")
     return Taskset(config, rows=_EmptyRows(source.rows))
 
 
 def _unread_rows(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
-    """Return the rows that the first pass over each taskset is still to read; unreadable tasksets are left out.
+    """Return the rows of each taskset that its first epoch has not read yet. Unreadable tasksets are left out.
 
-    `read` has each taskset's epoch and offset.
+    `read`: each taskset's (epoch, offset).
     """
     config = log.config()[1]
     rows_by_taskset: dict[str, list[int]] = {}
@@ -95,7 +94,7 @@ def _unread_rows(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[i
             epoch, offset = read[entry["name"]]
             try:  # fails if the file is gone or has changed, or the config is of another release
                 taskset = _taskset(TasksetConfig.model_validate(entry), sources)
-                # After the first pass (epoch 0) no row is unread.
+                # After the first epoch (0) no row is unread.
                 tasks, _ = taskset.read(Cursor(0, offset), len(taskset) - offset) if epoch == 0 else ([], None)
             except (TrinityError, ValueError, OSError):
                 continue

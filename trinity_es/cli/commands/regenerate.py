@@ -1,4 +1,4 @@
-"""The command `regenerate`, which generates a recorded rollout again with an engine in this process."""
+"""The command `regenerate`, which generates a recorded run again with an engine in this process."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def regenerate(
         "--weights", metavar="PATH", help="Path of the published weights, if they have moved.")] = None,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Generate a recorded rollout again from the recorded weights, prompt and seed, and compare the tokens.
+    """Generate a recorded run again from the recorded weights, prompt and seed, and compare the tokens.
 
-    It starts an engine like the recorded one on this machine, which needs as much memory. Exits 0 if every token is
-    the same, 1 if tokens differ (it says how many agree and why the rest may not), 2 if the rollout can't be generated.
+    It starts an engine like the recorded one on this machine, which needs as much memory. Exits 0 if every token is the
+    same, 1 if tokens differ (it prints how many agree and possible reasons), 2 if the run can't be generated.
 
     \b
     Example:
@@ -48,7 +48,6 @@ def regenerate(
 
 
 def _as_json(result: Regeneration) -> dict[str, Any]:
-    """Return the comparison for `--json`."""
     rollout = result.rollout
     return {
         "batch_id": rollout.batch_id, "task": rollout.task, "run": rollout.run, "attempt": rollout.attempt,
@@ -59,7 +58,7 @@ def _as_json(result: Regeneration) -> dict[str, Any]:
 
 
 def _print_result(result: Regeneration) -> None:
-    """Print where the rollout came from, a comparison per turn, and if tokens differ the possible reasons."""
+    """Print the run's attempt and weights, a comparison per turn, and possible reasons if tokens differ."""
     out, rollout = console(), result.rollout
     out.print(Text(
         f"batch {plain(rollout.batch_id)}, task {rollout.task}, run {rollout.run}: attempt {rollout.attempt} on "
@@ -78,7 +77,7 @@ def _print_result(result: Regeneration) -> None:
 
 
 def _comparison(turn: Turn) -> str:
-    """Return a line that compares the recorded tokens of a turn with those generated now."""
+    """Return a line that compares a turn's recorded tokens with the new ones."""
     logprobs = "no logprobs to compare"
     if turn.logprob_max is not None:
         logprobs = (f"logprobs of {turn.logprob_tokens} tokens differ by {turn.logprob_max:.2g} at most, "

@@ -1,4 +1,4 @@
-"""The commands `run` and `resume`, which take a run to its last step."""
+"""The commands `run` and `resume`, which execute a run to its last step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_es.cli.commands.demo import end_demo
 from trinity_es.cli.common import ConfigArgument, JsonOption, LogOption, SetOption, print_json, read_config
 from trinity_es.cli.render.progress import last_failure
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
-from trinity_es.cli.which_config import named_once, settings_of_run
+from trinity_es.cli.which_config import config_of_run, one_of
 from trinity_es.config.config import Config
 from trinity_es.events.errors import WorkflowError
 from trinity_es.projections.reading.log_reader import open_log
@@ -23,9 +23,9 @@ __all__ = ["resume", "run"]
 def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Explore, and train if the config names a trainer, from the first step to the last, with a live view.
 
-    If the store already holds this run, it is continued, as by `resume`. Starts the actor system if none runs, and
-    ends it when it is done, on an error and on Ctrl-C. Explorer and trainer may be two processes, with mode=explore
-    and mode=train.
+    If the store already holds this run, the run is continued, as by `resume`. The command starts the actor system if
+    none runs, and ends it at the end, on an error and on Ctrl-C. Explorer and trainer may be two processes, with
+    mode=explore and mode=train.
 
     \b
     Examples:
@@ -50,17 +50,17 @@ def resume(
     log: LogOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a run that was interrupted, whatever died. Nothing that was finished is generated again.
+    """Continue a run that was interrupted, whatever died. Finished tasks are not generated again.
 
     The trainer starts from its newest checkpoint and gets the batches after it. Open batches are finished, and each
-    prompt is used as often as without the interruption. For a complete run it prints the summary.
+    prompt is used as often as without the interruption. For a complete run the summary is printed.
 
     \b
     Examples:
       trinity-es resume
       trinity-es resume config.yaml --set total_steps=400
     """
-    settings = settings_of_run(named_once(config_or_log, log), overrides)
+    settings = config_of_run(one_of(config_or_log, log), overrides)
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
         return

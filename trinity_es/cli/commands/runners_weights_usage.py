@@ -1,4 +1,4 @@
-"""The commands `runners`, `weights`, `usage` and `leases`, with which an auditor looks at a whole run."""
+"""The commands `runners`, `weights`, `usage` and `leases`, each about a whole run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["leases", "runners", "usage", "weights"]
 
 def runners(
     runner: Annotated[str | None, typer.Argument(
-        metavar="[RUNNER]", help="One runner, life by life.", show_default=False)] = None,
+        metavar="[RUNNER]", help="One runner, a line per process.", show_default=False)] = None,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """Show how often each runner died, why, and what that cost; of one runner, life by life.
+    """Show how often each runner died, why, and what that cost; for one runner, each of its processes.
 
-    A death costs the attempts that the runner had, and the seconds that they had run. The end of the whole system
-    costs them too but counts as no death: such a life is `gone`, or `replaced` once the next one has begun. Runs on
-    several hosts are listed by host, and deaths that came with the loss of a host are counted separately.
+    A death costs the attempts that the runner had, and the seconds that they had run. The end of the whole system costs
+    them too but does not count as a death: such a process is `gone`, or `replaced` once the next one has started. For a
+    run on several hosts runners are listed by host, and deaths by the loss of a host are counted separately.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def weights(
     adapters: Annotated[bool, typer.Option("--adapters", help="Only the LoRA adapters.")] = False,
     log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
-    """List the versions of the weights: when each was published, when each runner loaded it, what was made with it.
+    """List the versions of the weights: when each was published and loaded, and how many experiences it made.
 
     A table of the LoRA adapters follows. --json has only the weights, or with --adapters only the adapters.
 
@@ -67,7 +67,7 @@ def weights(
                 runners_weights_usage.print_adapters(batch_tables.console(), adapter_versions)
             return
         deliveries, total = opened.deliveries_by_version(), opened.count_weights()
-        versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
+        versions = opened.weights(limit=None if as_json else runners_weights_usage.MAX_ROWS)
     if as_json:
         print_json([{**asdict(version), "delivered": deliveries.get(version.version, 0)} for version in versions])
     else:
@@ -79,8 +79,8 @@ def weights(
 def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show how many experiences were used never, once, or more than once. Exits 1 if one was used more than once.
 
-    A use is a step that the trainer acknowledged, or a take from the queue. If a trainer that returned to an older
-    checkpoint uses an experience again, that is no second use: the effect of the first is gone.
+    A use is a step that the trainer acknowledged, or a take from the queue. If a trainer returned to an older
+    checkpoint and uses an experience again, that counts once, because the effect of the first use is gone.
 
     \b
     Example:
@@ -99,8 +99,8 @@ def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOptio
 def leases(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the sandboxes and sessions that are not released, with the run that took each and since when.
 
-    An `orphaned` one belongs to a run that is over: the coordinator retries its release until the provider confirms
-    it. Released ones are events: `trinity-es events --type LeaseReleased`.
+    An `orphaned` lease belongs to a run that is over: the coordinator retries its release until the provider confirms
+    it. Released leases are events: `trinity-es events --type LeaseReleased`.
 
     \b
     Example:

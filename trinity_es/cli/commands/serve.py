@@ -22,7 +22,7 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
     "..."}. POST /commit sends the rewarded answers through the pipeline. New weights (`sync_weights`) are loaded
     engine by engine, while at least explorer.min_running_model_num engines keep answering.
 
-    Starts the actor system if none runs, and ends it again. It sets mode=serve, whatever the config says.
+    Starts the actor system if none runs, and ends it at the end. It sets mode=serve, whatever the config says.
 
     \b
     Example:
@@ -43,7 +43,7 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
 
 
 async def _serve(explorer: Explorer, as_json: bool) -> None:
-    """Serve until SIGTERM, which ends this normally, or Ctrl-C, which raises CancelledError."""
+    """Serve until SIGTERM or Ctrl-C. Returns after SIGTERM, and raises CancelledError after Ctrl-C."""
     task = asyncio.current_task()
     assert task is not None
     got_sigterm = False
@@ -65,7 +65,7 @@ async def _serve(explorer: Explorer, as_json: bool) -> None:
 
 
 def _print_access(proxy: Proxy, as_json: bool) -> None:
-    """Print the address and key of the API, with an example of their use."""
+    """Print the address and key of the API, with an example in Python."""
     model = proxy.config.explorer.rollout_model.model_path or "rollout"
     if as_json:
         print_json({"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model})

@@ -1,4 +1,4 @@
-"""The command `show BATCH --task N [--run N]`: one task, or one rollout with its text and weights."""
+"""The command `show BATCH --task N [--run N]`: one task, or one of its runs with texts and weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["show_task"]
 def show_task(
     log: Log, batch_id: BatchId, task: int, run: int | None, eid: str | None, *, every: bool, as_json: bool
 ) -> None:
-    """Print one task, or one of its runs with its experiences, of which `eid` chooses one.
+    """Print one task, or one of its runs with all experiences or the experience `eid`.
 
     Raises BatchNotFound if there is no such task, run or experience.
     """
@@ -69,7 +69,7 @@ def show_task(
 
 
 def _task_json(history: TaskHistory, sample: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the part of `--json` that is about the task as a whole; `sample` is the task as submitted."""
+    """Return the fields of `--json` about the whole task. `sample`: the task as submitted."""
     return {
         "batch_id": history.batch_id, "batch_type": history.batch_type, "task": history.task, "runs": history.runs,
         "state": history.state, "reason": history.reason, "asked": sample, "prompt": prompt_of(sample),
@@ -90,14 +90,14 @@ def _run_json(row: RunRow) -> dict[str, Any]:
 
 
 def _parts_of(attempt: Attempt, parts: dict[str, list[JournalPart]]) -> list[JournalPart]:
-    """Return the journal parts from which an attempt went on, of its own runs; `parts` has them by payload."""
+    """Return the parts of a journal that an attempt continued, for its own runs. `parts`: journals by payload."""
     runs = range(attempt.run_id_base, attempt.run_id_base + attempt.runs)
     payload_parts = () if attempt.kept is None else parts.get(attempt.kept.payload, ())
     return [part for part in payload_parts if part.run in runs]
 
 
 def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
-    """Return an experience with its arrays as lists."""
+    """Return an experience for `--json`, with its arrays as lists."""
     start = e.prompt_length
     oldest, newest = e.model_versions
     return e.to_dict() | {
@@ -110,18 +110,18 @@ def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
 
 # --- the weights that made them -------------------------------------------------------------------------------------
 def _weights_documents(log: Log, row: RunRow, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Return each version that may have made a token of the run, and when the run's runner loaded it."""
+    """Return each weights version that may have generated a token of the run, and when the run's runner loaded it."""
     oldest, newest = row.model_version or 0, row.model_version_end or 0
     token_versions: list[Any] = [v for e in experiences for v in e.model_versions]
     if token_versions and all(isinstance(v, int) for v in token_versions):
-        oldest, newest = min(token_versions), max(token_versions)  # of this run; the row's are of its whole attempt
+        oldest, newest = min(token_versions), max(token_versions)  # of this run; the row has those of the attempt
     published = {w.version: w for w in log.weights()}
     return [_version_json(v, published.get(v), row)
             for v in range(oldest, newest + 1) if v in published or v in (oldest, newest)]
 
 
 def _version_json(version: int, published: WeightsVersion | None, row: RunRow) -> dict[str, Any]:
-    """Return a version as JSON; if it was not published, it is 0 or the engine's first weights."""
+    """Return a weights version for `--json`. Version 0 and an engine's first weights were not published."""
     if published is None:
         return {"version": version, "published_at": None, "method": None, "path": None, "loaded_at": None}
     load: WeightsLoad | None = next((load for load in published.loads

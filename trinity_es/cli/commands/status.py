@@ -9,8 +9,8 @@ import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
 from trinity_es.cli.render.batch_tables import console
-from trinity_es.cli.render.status import show, verdict
-from trinity_es.cli.which_config import named_once, names_config, settings_of
+from trinity_es.cli.render.status import print_status, verdict
+from trinity_es.cli.which_config import config_from_options, is_config_file, one_of
 from trinity_es.client import health
 from trinity_es.projections.why.answer import Why
 from trinity_es.safe_text import plain
@@ -28,25 +28,25 @@ def status(
 ) -> None:
     """Show the state of a system: its coordinator, its runners, its open batches and what they wait for.
 
-    Exits 1 if something is wrong: batches are open and nothing runs, there is no coordinator, a runner failed, was
-    lost or quarantined, or a batch is stalled. Each problem is one line that says what to do. If the system is dead,
-    the log alone answers.
+    Exits 1 if something is wrong: batches are open and no system runs, there is no coordinator, a runner failed, was
+    lost or quarantined, or a batch is stalled. Each problem is one line that says what to do. For a dead system, the
+    state comes from the log alone.
 
     \b
     Examples:
       trinity-es status --config config.yaml
       trinity-es status runs/second/log.sqlite
     """
-    if config_or_log is not None and names_config(config_or_log):
-        named_once(config_or_log, None if config is None else str(config))
-        settings = settings_of(Path(config_or_log), log)
+    if config_or_log is not None and is_config_file(config_or_log):
+        one_of(config_or_log, None if config is None else str(config))
+        settings = config_from_options(Path(config_or_log), log)
     else:
-        settings = settings_of(config, named_once(config_or_log, log))
-    state = health.look(settings)
+        settings = config_from_options(config, one_of(config_or_log, log))
+    state = health.read_health(settings)
     if as_json:
         print_json(state)
     else:
-        show(console(), state)
+        print_status(console(), state)
     if state["problems"]:
         raise typer.Exit(1)
 
@@ -58,15 +58,16 @@ def why(
 ) -> None:
     """Show what a batch waits for, since when, on which runner and attempt, and what to do about it.
 
-    It asks the running system and the log, or for a dead system the log alone, and tells slow from hung. Exits 1 if a
-    batch is stalled: it needs a person to go on, or nothing has come for longer than explorer.stall_after.
+    The answer comes from the running system and the log, for a dead system from the log alone. It distinguishes slow
+    from hung. Exits 1 if a batch is stalled: it can't go on by itself, or it got no result for longer than
+    explorer.stall_after.
 
     \b
     Examples:
       trinity-es why 3 --config config.yaml
       trinity-es why
     """
-    settings = settings_of(config, log)
+    settings = config_from_options(config, log)
     answers = health.explain(settings, batch, find_batch)
     if as_json:
         documents = [answer.as_dict() for answer in answers]
@@ -76,8 +77,8 @@ def why(
             lines = answers[0].sentences()
         elif answers:
             lines = _overview_lines(answers)
-        else:  # then what a person wants to know is why none is open
-            state = health.look(settings)
+        else:  # say why no batch is open
+            state = health.read_health(settings)
             lines = state["problems"] or [verdict(state)]
         for line in lines:
             print(plain(line))
@@ -86,6 +87,6 @@ def why(
 
 
 def _overview_lines(answers: list[Why]) -> list[str]:
-    """Return a line for each open batch, then what to do about the stalled ones."""
+    """Return a line for each open batch, then lines with what to do about stalled batches."""
     ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)  # each once, in order
     return [*(answer.line for answer in answers), *(f"what to do: {way_out}" for way_out in ways_out if way_out)]

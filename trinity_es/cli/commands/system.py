@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli import common
-from trinity_es.cli.which_config import named_once, names_config, settings_of
+from trinity_es.cli.which_config import config_from_options, is_config_file, one_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
@@ -23,7 +23,7 @@ __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
 
 
 RUN_ENDS_SECONDS = 3.0
-"""Seconds in which a `trinity-es run` notices that its system is gone, and ends."""
+"""How long a `trinity-es run` may take to notice that its system is gone and end."""
 
 
 class Cluster(StrEnum):
@@ -32,7 +32,7 @@ class Cluster(StrEnum):
     RAY = "ray"
 
 
-OnOption = Annotated[Cluster | None, typer.Option("--on", help="Cluster that runs it on several nodes: ray.")]
+OnOption = Annotated[Cluster | None, typer.Option("--on", help="Cluster that runs the system on several nodes: ray.")]
 
 
 def restart_runner(
@@ -42,16 +42,16 @@ def restart_runner(
     reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
     as_json: common.JsonOption = False,
 ) -> None:
-    """End a runner's process and start a new one, for a runner that hangs, failed or was given up.
+    """End a runner's process and start a new one, for a runner that hangs, failed or is quarantined.
 
-    Its units are attempted again, on another runner if one serves, without counting as failed attempts. Returns when
-    the new process runs; its engine is then loading.
+    Its tasks are attempted again, on another runner if one serves. This does not count as a failed attempt. The command
+    returns when the new process runs; the engine is still loading then.
 
     \b
     Example:
       trinity-es restart-runner runner-3 --config config.yaml --reason "its GPU was reset"
     """
-    with connect(settings_of(config, log)) as client:
+    with connect(config_from_options(config, log)) as client:
         restarted = client.restart_runner(name, reason=reason)
     if as_json:
         common.print_json(restarted)
@@ -69,15 +69,15 @@ def scale(
 ) -> None:
     """Add vLLM servers as engines to a running system (`engine_type: http`), remove some, or list them.
 
-    A new server loads the current weights before its first task. A removed one gets no more tasks and finishes its
-    own; in mode serve it gets no more requests and has servers.drain_timeout to finish. Nothing is lost. Changes made
-    here win over the config's list: added servers stay, removed ones stay away.
+    A new server loads the current weights before its first task. A removed server gets no more tasks and finishes its
+    current ones; in mode serve it gets no more requests and has servers.drain_timeout to finish. Nothing is lost. These
+    changes override the config's list, also after a restart.
 
     \b
     Example:
       trinity-es scale config.yaml --add http://gpu-7:8000 --remove http://gpu-3:8000
     """
-    with connect(settings_of(config, log)) as client:
+    with connect(config_from_options(config, log)) as client:
         servers = client.scale_servers(add=add or [], remove=remove or [])
     if as_json:
         common.print_json({"servers": servers})
@@ -101,14 +101,14 @@ def redo(
 ) -> None:
     """Let settled tasks run again, if their payload was lost or the cause of their failure is fixed.
 
-    All runs of each task are repeated, and its earlier results are set aside. A batch that was finalized or aborted
-    can't be changed, because its result was delivered. `verify` names the tasks whose payloads are lost.
+    All runs of each task are repeated, and its earlier results are ignored. A batch that was finalized or aborted can't
+    be changed, because its result was delivered. `verify` names the tasks whose payloads are lost.
 
     \b
     Example:
       trinity-es redo 3 7 8 --config config.yaml --reason "the disk lost their payload"
     """
-    settings = settings_of(config, log)
+    settings = config_from_options(config, log)
     with common.open_chosen(settings.store.url, None) as opened:
         batch_id = common.find_batch(opened, batch)
     with connect(settings) as client:
@@ -122,11 +122,11 @@ def redo(
 
 
 def wait_to_lead(settings: Config) -> None:
-    """Wait until no host has led this run for `hosts.timeout` seconds. Raises ConfigError for a run of one host."""
+    """Wait until no host has led this run for `hosts.timeout` s. Raises ConfigError if `hosts.address` is not set."""
     from trinity_es.events.store.database.leader_lock import wait_until_led_by_nobody
 
     if not settings.hosts.address:
-        raise ConfigError("--standby is for a run on several hosts: set hosts.address to an address of this host")
+        raise ConfigError("--standby needs a run on several hosts: set hosts.address to an address of this host")
     common.note(f"waiting to lead the run of {settings.masked()['store']['url']}, until no host has led it for "
                 f"{settings.hosts.timeout:.0f} s")
     wait_until_led_by_nobody(settings.store.url, settings.hosts.timeout)
@@ -141,13 +141,13 @@ def up(
     on: OnOption = None,
     hosts: Annotated[int | None, typer.Option(
         "--hosts", min=1, metavar="N", show_default="all nodes with room now",
-        help="With --on ray: number of hosts, each on a node of its own.")] = None,
+        help="With --on ray: number of hosts, each on its own node.")] = None,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
+    """Start the actor system of a config and wait for its engines. Then any trainer can connect.
 
-    Exits 1 if the log lacks events that this host knows to be acknowledged: see `trinity-es accept-rewind`. With
-    `--on ray` a Ray cluster runs it on several nodes and restarts any part that dies (docs/DEPLOY.md).
+    Exits 1 if the log lacks events that were acknowledged to this host: see `trinity-es accept-rewind`. With `--on ray`
+    a Ray cluster runs the system on several nodes and restarts any part that dies (docs/DEPLOY.md).
 
     \b
     Examples:
@@ -178,7 +178,7 @@ def up(
         return
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
-    if overrides:  # which may have changed the store
+    if overrides:  # they may have changed the store
         status_option = down_option = f"--log {shlex.quote(str(answer['log']))}"
     else:
         down_option = shlex.quote(str(config))
@@ -187,11 +187,11 @@ def up(
 
 
 def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool, as_json: bool) -> None:
-    """Have a Ray cluster start the run's head and hosts; with `wait` return when their engines serve."""
+    """Start the run's head and hosts on a Ray cluster. With `wait`, returns when their engines serve."""
     from trinity_es.hosts import run_on_ray
 
     if standby:
-        raise typer.BadParameter("--standby is not for --on ray: Ray restarts the head by itself")
+        raise typer.BadParameter("leave out --standby with --on ray, because Ray restarts the head by itself")
     started_at = time.monotonic()
     answer = run_on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
     answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started_at}
@@ -204,7 +204,7 @@ def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool
 
 
 class Progress:
-    """Callback for statuses: it notes on stderr when a runner's activity, or the server list's problem, changes."""
+    """Callback that takes statuses and prints changes of a runner's activity, or of the server list's problem."""
 
     def __init__(self) -> None:
         self._activity_by_runner: dict[str, str] = {}
@@ -231,19 +231,18 @@ def down(
 ) -> None:
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
-    A `trinity-es run` that uses it ends by itself; one that hangs in code of yours is named with its pid. Exits 1 if
-    a process of the system could not be ended. With `--on ray` it ends the run's actors on all nodes of the Ray
-    cluster.
+    A `trinity-es run` that uses the system ends by itself; if it hangs in your code, its pid is printed. Exits 1 if a
+    process of the system could not be ended. With `--on ray` the run's actors on all nodes of the Ray cluster end.
 
     \b
     Example:
       trinity-es down config.yaml
     """
-    name = named_once(config_or_log, log)
-    if name is not None and names_config(name):
-        settings = settings_of(Path(name), None)
+    name = one_of(config_or_log, log)
+    if name is not None and is_config_file(name):
+        settings = config_from_options(Path(name), None)
     else:
-        settings = settings_of(None, name)
+        settings = config_from_options(None, name)
     if on is not None:
         from trinity_es.hosts import run_on_ray
 
@@ -267,7 +266,7 @@ def down(
         killed = f"{ended.killed} processes had to be killed" if ended.killed else "every process ended by itself"
         left = f"; STILL THERE: {', '.join(map(str, ended.left))}" if ended.left else "; none is left"
         print(f"the actor system is down: {killed}{left}")
-    if run_pids and not as_json:  # it belongs to whoever started it
+    if run_pids and not as_json:  # not killed here: its user started it
         pids = " ".join(map(str, sorted(run_pids)))
         print(f"its `trinity-es run` (pid {pids}) is still there, and would end by itself if code in it did not hang: "
               f"`kill -9 {pids}` ends it, and nothing in the log is lost")

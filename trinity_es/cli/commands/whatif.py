@@ -1,4 +1,4 @@
-"""The command `what-if`: recorded batches, played again under other settings."""
+"""The command `what-if`, which simulates recorded batches under other settings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trinity_es.safe_text import plain
 __all__ = ["what_if"]
 
 LAST_BATCHES = 10
-"""Number of batches that are played if none is named."""
+"""Number of batches that are simulated if none is named."""
 
 
 def what_if(
     batches: Annotated[list[str] | None, typer.Argument(
-        metavar="[BATCH...|all]", help=f"Batches to play. Default: the last {LAST_BATCHES}.",
+        metavar="[BATCH...|all]", help=f"Batches to simulate. Default: the last {LAST_BATCHES}.",
         show_default=False)] = None,
     timeout: Annotated[float | None, typer.Option(
         "--timeout", min=0.001, metavar="SECONDS", help="Value for explorer.max_timeout.")] = None,
@@ -39,12 +39,12 @@ def what_if(
 ) -> None:
     """Predict how long recorded batches would have taken under other settings, and what they would have dropped.
 
-    The coordinator's own decisions play them again in virtual time. Each attempt takes as long as in the log; one that
-    never ran takes the duration of another attempt of its batch, drawn at random with --seed. Without other settings
-    the result shows how closely this reproduces the recorded run.
+    A simulation replays the batches with the coordinator's own decisions. Each attempt takes as long as in the log. An
+    attempt that never ran takes the duration of another attempt of its batch, drawn at random with --seed. Without
+    other settings, the result shows how closely the simulation reproduces the recorded run.
 
-    Not modelled: how engines slow each other down (more places or runners on one GPU look better than they are), what
-    the trainer would do with other experiences, how long attempts that timed out would have run, batches of a
+    Not modelled: how engines slow each other down (more concurrency or runners on one GPU look better than they are),
+    what the trainer would do with other experiences, how long attempts that timed out would have run, batches of a
     Scheduler. See docs/WHATIF.md.
 
     \b
@@ -67,7 +67,7 @@ def what_if(
 
 
 def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
-    """Return sums over the chosen batches that ended both in the log and in the prediction."""
+    """Return recorded and predicted sums over the chosen batches that ended in the log and in the prediction."""
     ended_in_both = [r for r in prediction.batches
                      if r.chosen and r.recorded.seconds is not None and r.predicted.seconds is not None]
     totals: dict[str, dict[str, Any]] = {}
@@ -81,21 +81,21 @@ def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
 
 
 def _as_json(prediction: Prediction) -> dict[str, Any]:
-    """Return the prediction for `--json`; settings that were not changed have their recorded values."""
+    """Return the prediction for `--json`. Unchanged settings have their recorded values."""
     settings = asdict(prediction.settings)
     return {
-        "seed": settings.pop("seed"), "recorded_settings": prediction.was,
-        "settings": {k: prediction.was[k] if v is None else v for k, v in settings.items()},
+        "seed": settings.pop("seed"), "recorded_settings": prediction.recorded_settings,
+        "settings": {k: prediction.recorded_settings[k] if v is None else v for k, v in settings.items()},
         "batches": [asdict(row) for row in prediction.batches], "totals": _totals(prediction),
         "left_out": prediction.left_out, "not_modelled": list(NOT_MODELLED),
     }
 
 
 def _print_prediction(prediction: Prediction) -> None:
-    """Print a line per chosen batch, recorded and predicted, then the totals and what was left out."""
+    """Print a line per chosen batch with recorded and predicted figures, then totals and omissions."""
     out = console()
-    changed = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
-    settings = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in changed.items())
+    changed = {k: v for k in prediction.recorded_settings if (v := getattr(prediction.settings, k)) is not None}
+    settings = ", ".join(f"{k} {v} (was {prediction.recorded_settings[k]})" for k, v in changed.items())
     out.print(Text(f"with {settings or 'the recorded settings'}"))
     numbers = ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn")
     table = columns("id", "type", *numbers, right=numbers, whole=("id", "type"))
@@ -118,14 +118,14 @@ def _print_prediction(prediction: Prediction) -> None:
     ))
     other_count = sum(not r.chosen for r in prediction.batches)
     if other_count:
-        out.print(Text(f"{other_count} batches that ran at the same time were played too", style="dim"))
+        out.print(Text(f"{other_count} batches that ran at the same time were simulated too", style="dim"))
     if prediction.left_out:
         out.print(Text(f"{len(prediction.left_out)} batches of a Scheduler were left out", style="dim"))
     out.print(Text("engines that slow each other down are not modelled: see --help", style="dim"))
 
 
 def _seconds_cells(recorded: Figures, predicted: Figures) -> tuple[str, str, str]:
-    """Return recorded and predicted seconds and their difference as text; a batch that didn't end has none."""
+    """Return recorded seconds, predicted seconds and their difference as text; no difference if one did not end."""
     before, after = ("not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (recorded, predicted))
     if recorded.seconds is None or predicted.seconds is None:
         return before, after, ""

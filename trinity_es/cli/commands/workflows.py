@@ -14,9 +14,9 @@ __all__ = ["workflows"]
 
 
 def workflows(as_json: JsonOption = False) -> None:
-    """List the workflows and rewards of the package, by the names that `workflow` and `reward_fn` of a taskset take.
+    """List the workflows and rewards of the package, by their names for `workflow` and `reward_fn` of a taskset.
 
-    Your own are named "module:Class".
+    Workflows and rewards of your own are named "module:Class".
 
     \b
     Examples:
@@ -35,6 +35,6 @@ def workflows(as_json: JsonOption = False) -> None:
 
 
 def _first_lines(registry: WorkflowRegistry) -> dict[str, str]:
-    """Return the first line of each docstring by name; an `async_` form has that of the other form."""
+    """Return the first docstring line of each entry, by name. An `async_` variant has the line of the sync one."""
     lines = {name: (inspect.getdoc(registry.get(name)) or "").partition("\n")[0] for name in registry.names()}
     return {name: lines.get(name.removeprefix("async_"), line) for name, line in lines.items()}

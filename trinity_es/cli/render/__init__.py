@@ -1,1 +1,1 @@
-"""Output of commands for people."""
+"""Text output of the commands."""

@@ -1,4 +1,4 @@
-"""Tables and batches on a terminal.
+"""Tables for a terminal, and the output of `batches`, `show` and `replay`.
 
 Every text that may come from a rollout, a user or a runner's error goes through `plain` (no control characters, no line
 breaks) and into `rich` as `Text`, never as markup, so a model's answer can't colour, move or rewrite a terminal.
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _BAR_WIDTH = 24
-_MOST_COLOURED_ROWS = 200
-"""Maximum number of rows of a coloured table, which takes seconds for thousands; larger tables are plain text."""
-_MOST_TURNS = 40
+_MAX_COLOURED_ROWS = 200
+"""Maximum number of rows of a coloured table. Longer tables are plain text, as rich takes seconds for thousands."""
+_MAX_TURNS = 40
 _PIPE_WIDTH = 100_000
-"""Width, in characters, of a line in a pipe or a file, where nothing is cut off."""
+"""Width of the output in a pipe or a file, so that no line is cut there."""
 _TEXT_WIDTH = 24
-"""Minimum width of a column of text whose lines may break."""
+"""Minimum width of a text column with line breaks."""
 _STATE_COLOURS = {
     "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
     "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
@@ -45,17 +45,17 @@ _STATE_COLOURS = {
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or in a pipe so wide that a table loses nothing."""
+    """Return a console that is as wide as the terminal, or wide enough for any table in a pipe."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=False)
 
 
 def print_fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
-    """Print a table so that no number is cut; a table of many rows is plain text.
+    """Print a table without cutting a number. A table of more than `_MAX_COLOURED_ROWS` rows is plain text.
 
-    If the terminal is too narrow, it drops columns of `spare`, beginning with the first, and names them.
+    If the terminal is too narrow, columns in `spare` are dropped, beginning with the first, and their names printed.
     """
-    if table.row_count > _MOST_COLOURED_ROWS:
+    if table.row_count > _MAX_COLOURED_ROWS:
         _print_plain(out, table)
         return
     columns, wide_options = list(table.columns), out.options.update_width(_PIPE_WIDTH)
@@ -101,7 +101,7 @@ def _print_plain(out: Console, table: Table) -> None:
 def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None = None) -> Table:
     """Return an empty table with these columns.
 
-    Those in `right` are aligned on the right, as numbers. Lines never break in those in `whole` (None: in all).
+    `right`: columns that are aligned on the right, as numbers. `whole`: columns without line breaks (None: all).
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -115,7 +115,7 @@ def state_text(name: str) -> Text:
 
 
 def counted_text(count: int, style: str = "red") -> Text:
-    """Return a count of something bad, in this colour unless it is 0."""
+    """Return a number of failures or losses as text, in this colour unless it is 0."""
     return Text(str(count), style=style if count else "dim")
 
 
@@ -128,7 +128,7 @@ def when(at: float | None) -> str:
 
 
 def print_left_out(out: Console, count: int, shown_count: int, what: str = "before them") -> None:
-    """Print how many of `count` lines are not among those shown, if any."""
+    """If fewer than `count` lines were printed, print how many are left out."""
     if count > shown_count:
         out.print(Text(f"{count - shown_count:,} {what}: --json has all", style="dim"))
 
@@ -144,11 +144,11 @@ def print_batches(
 ) -> None:
     """Print a line per batch.
 
-    `causes` adds a column with what held each batch up: a dict with `seconds` and `what`, or None if unknown.
+    `causes` adds a column with the reason why each batch took long: a dict with `seconds` and `what`, None if unknown.
     """
     table = columns("id", "type", "state", *_NUMBERS, *(["held up by"] if causes is not None else []),
                     right=_NUMBERS, whole=("type", "state", *_NUMBERS))
-    # The cells of the last column, a list per row, which is empty without the column.
+    # The cell of the last column for each row, as a list.
     cause_cells = [["" if c is None else f"{c['seconds']:.2f} s: {error_line(c['what'], 110)}"] for c in causes or ()]
     for row, cells in zip(rows, cause_cells or [[]] * len(rows), strict=True):
         seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
@@ -163,7 +163,7 @@ def print_batches(
 
 
 def reward_text(row: BatchRow) -> str:
-    """Return a batch's mean reward, and the number of its tasks with missing runs."""
+    """Return a batch's mean reward, with the number of its tasks that lack runs."""
     return number(row.reward) + (f" ({row.failed} short)" if row.failed and row.reward is not None else "")
 
 
@@ -172,9 +172,9 @@ def print_timeline(
     out: Console, timeline: BatchTimeline, rows: Sequence[str], limit: int | None,
     gaps: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Print a batch, what took its time, its result, and a line for each of at most `limit` tasks.
+    """Print a batch's state, its longest phases, its result, and a line for each of at most `limit` tasks.
 
-    `rows` has each task's row of its taskset, if known; `gaps` has the times without a coordinator.
+    `rows`: each task's row in its taskset, "" if unknown. `gaps`: times without a coordinator.
     """
     state = timeline.state
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
@@ -190,10 +190,10 @@ def print_timeline(
         f"positions   {timeline.first_position} to {timeline.last_position}\n"
         f"weights     version {versions}"
     ))
-    for at, what in timeline.turns[:_MOST_TURNS]:
+    for at, what in timeline.turns[:_MAX_TURNS]:
         out.print(Text(f"  +{at - timeline.submitted_at:8.2f} s  {error_line(what, 140)}"))
-    if len(timeline.turns) > _MOST_TURNS:
-        out.print(Text(f"  and {len(timeline.turns) - _MOST_TURNS} more turns: --json has all", style="dim"))
+    if len(timeline.turns) > _MAX_TURNS:
+        out.print(Text(f"  and {len(timeline.turns) - _MAX_TURNS} more turns: --json has all", style="dim"))
     for i, segment in enumerate(_longest_segments(timeline, gaps)):
         out.print(Text(f"{'' if i else 'time spent':<12}{segment.seconds:.2f} s {error_line(segment.what, 140)}"))
     if state.final_result is not None:
@@ -208,7 +208,7 @@ def print_timeline(
 
 
 def _longest_segments(timeline: BatchTimeline, gaps: Sequence[tuple[float, float]]) -> list[Segment]:
-    """Return the five longest segments of the batch's time, in order of time, without those below 1 % of it."""
+    """Return the five longest phases of a batch in order of time, without phases below 1 % of its time."""
     all_segments = segments(timeline, gaps)
     total_seconds = sum(s.seconds for s in all_segments)
     longest = sorted(all_segments, key=lambda s: -s.seconds)[:5]
@@ -216,7 +216,7 @@ def _longest_segments(timeline: BatchTimeline, gaps: Sequence[tuple[float, float
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
-    """Return a table of metrics by name; a remark says that the count of finished tasks includes failed ones."""
+    """Return a table of metrics by name. A remark says that the count of finished tasks includes failed tasks."""
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
@@ -230,7 +230,7 @@ def _tasks_table(
     timeline: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], seconds: float,
     gaps: Sequence[tuple[float, float]],
 ) -> Table:
-    """Return a line per task; `seconds` is the time that the bars cover."""
+    """Return a table with a line per task. `seconds`: the time that the bars cover."""
     numbers = ("task", "runs", "last attempt", "reward", "tokens", "version")
     with_rows = any(rows)
     names = ("task", *(["row"] if with_rows else []), "state", f"0 to {seconds:.2f} s", *numbers[1:])
@@ -249,7 +249,7 @@ def _tasks_table(
 
 
 def _bar(timeline: BatchTimeline, task: TaskTimeline, seconds: float, gaps: Sequence[tuple[float, float]]) -> str:
-    """Return a bar over the batch's time: · the task waited, ━ a runner had it, x an attempt failed."""
+    """Return a task's bar over the batch's time: · it waits, ━ a runner has it, x an attempt failed."""
     cells = ["·"] * _BAR_WIDTH
     for attempt in task.attempts:
         end_at = seen_until(attempt, timeline.ended_at or timeline.last_at, gaps)
@@ -266,7 +266,7 @@ def _bar(timeline: BatchTimeline, task: TaskTimeline, seconds: float, gaps: Sequ
 
 
 def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
-    """Return a task's attempts: when each began, its runner, and its end or its error."""
+    """Describe a task's attempts: when each began, its runner, and its end or its error."""
     parts, last_error = [], ""
     for attempt in task.attempts:
         first_run, last_run = attempt.run_id_base, attempt.run_id_base + attempt.runs - 1
@@ -287,7 +287,7 @@ def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
 
 
 def print_state(out: Console, state: BatchState) -> None:
-    """Print a batch as it was at some position of the log: counts, failed tasks and its result."""
+    """Print a replayed state of a batch: counts, failed tasks and its result."""
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
     out.print(head + state_text(state.state.value))
     units_by_runner = Counter(flight.runner for flight in state.flights.values())
@@ -312,14 +312,14 @@ def print_state(out: Console, state: BatchState) -> None:
 
 
 def _trained_text(state: BatchState) -> str:
-    """Return the step that a batch was trained in, or that it was not; an eval is not for training."""
+    """Return the step in which a batch was trained, or why there is none, as text."""
     if state.trained_step is not None:
         return str(state.trained_step)
     return "none: it is an eval" if state.batch_type == "eval" else "not trained"
 
 
 def state_json(state: BatchState) -> dict[str, Any]:
-    """Return the state that `replay --json` prints."""
+    """Return a batch's state as `replay --json` prints it."""
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,

@@ -19,26 +19,26 @@ from trinity_es.safe_text import clock, event_line, plain
 __all__ = ["print_fork", "print_moments", "print_runs"]
 
 _VALUE_CHARACTERS = 70
-"""Maximum number of characters of a value."""
-_MOST = 20
+"""Maximum number of characters that are printed of a value."""
+_MAX_ROWS = 20
 """Maximum number of changes, events and batches shown; --json has all."""
 
 
 def print_moments(
     out: Console, batch_id: BatchId, positions: tuple[int, int], changes: Sequence[Change], events: Sequence[Recorded]
 ) -> None:
-    """Print how a batch differs between two positions of the log, and its events between them."""
+    """Print how a batch changed between two positions of the log, and its events between them."""
     first, second = positions
     out.print(Text(f"batch {plain(batch_id)} between positions {first} and {second}: {len(events)} events",
                    style="bold"))
     out.print(_changes_table(changes, f"at {first}", f"at {second}") if changes else Text("nothing changed"))
-    for recorded in events[:_MOST]:
+    for recorded in events[:_MAX_ROWS]:
         print_line(out, event_line(recorded))
-    print_left_out(out, len(events), _MOST, "more events")
+    print_left_out(out, len(events), _MAX_ROWS, "more events")
 
 
 def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
-    """Print the first difference of two logs, marked by `>`, and the events around it."""
+    """Print the first difference of two logs (marked `>`) and the events around it."""
     first_name, second_name = (plain(name) for name in names)
     first_count, second_count = (head - fork.common for head in fork.heads)
     if (first_count, second_count) == (0, 0):
@@ -55,7 +55,7 @@ def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
 
 
 def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None:
-    """Print the differences of two runs; `>` marks the first batch that differs."""
+    """Print the differences of two runs. `>` marks the first batch that differs."""
     numbers = ("1", "2")
     for number, name, batch_count in zip(numbers, names, runs.batches, strict=True):
         out.print(Text(f"{number}: {plain(name)}, {batch_count} batches", style="bold"), soft_wrap=True)
@@ -77,32 +77,32 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
     if runs.later:
         out.print(Text(f"after it {len(runs.later)} more differ", style="bold"))
         table = columns("batch", "differs in", whole=())
-        for difference in runs.later[:_MOST]:
+        for difference in runs.later[:_MAX_ROWS]:
             changes = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
             table.add_row(Text(plain(difference.batch_id)), Text(plain(changes, 140)))
         out.print(table)
-        print_left_out(out, len(runs.later), _MOST, "more batches")
+        print_left_out(out, len(runs.later), _MAX_ROWS, "more batches")
 
 
 def _submission_times(difference: BatchDifference) -> list[str]:
-    """Return when each run submitted the batch; this is no difference, but helps to find the batch."""
+    """Return the submission time of the batch in each run, as text. It is not compared, but helps to find the batch."""
     return [f"{'; submitted' if i == 0 else ' |'} {clock(row.submitted_at, date=True)} (position {row.first_position})"
             for i, row in enumerate(difference.rows) if row is not None]
 
 
 def _changes_table(changes: Sequence[Change], before_title: str, after_title: str) -> Table:
-    """Return a table of the first changes: path, value before, value after."""
+    """Return a table of the first `_MAX_ROWS` changes: path, value before, value after."""
     table = columns("what", before_title, after_title, whole=())
     table.pad_edge = True
-    for change in changes[:_MOST]:
+    for change in changes[:_MAX_ROWS]:
         table.add_row(Text(plain(change.path, 60)), Text(_value(change.before)), Text(_value(change.after)))
-    if len(changes) > _MOST:
-        table.add_row(Text(f"and {len(changes) - _MOST} more: --json has all", style="dim"), "", "")
+    if len(changes) > _MAX_ROWS:
+        table.add_row(Text(f"and {len(changes) - _MAX_ROWS} more: --json has all", style="dim"), "", "")
     return table
 
 
 def _value(value: Any) -> str:
-    """Return a value of a change as one line; floats with all digits."""
+    """Return a changed value as one line of text; floats have all digits."""
     if value == MISSING or isinstance(value, str):
         return plain(value, _VALUE_CHARACTERS)
     if isinstance(value, float):

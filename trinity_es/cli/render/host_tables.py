@@ -1,4 +1,4 @@
-"""Output of `hosts`: a line per host, the head's own first."""
+"""Output of `hosts`: a line per host, the head first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = ("epoch", "units", "places", "tasks", "lost")
 
 
 def print_hosts(out: Console, rows: Sequence[HostRow], *, live: bool) -> None:
-    """Print a line per host; `live` is False if the rows come from the log alone."""
+    """Print a line per host. `live`: False if the rows come from the log alone."""
     table = columns("host", "epoch", "state", "since", "last heard", "address", "devices", "runners", "units", "places",
                     "tasks", "lost", "reason", right=_NUMBERS,
                     whole=(*_NUMBERS, "state", "since", "last heard", "runners"))
@@ -40,7 +40,7 @@ def print_hosts(out: Console, rows: Sequence[HostRow], *, live: bool) -> None:
 
 
 def _last_heard(row: HostRow) -> Text:
-    """Return how long ago the head heard of a host; empty if that is unknown."""
+    """Return the time since the head last heard from a host, as text; "" if unknown."""
     if row.connected is None:
         return Text("")
     if row.connected:
@@ -49,7 +49,7 @@ def _last_heard(row: HostRow) -> Text:
 
 
 def _reason(row: HostRow) -> str:
-    """Return the recorded reason of the host's state, and why the connection to it is broken."""
+    """Return the recorded reason of the host's state, and why its connection is broken."""
     if row.reason and not row.there:
         return row.reason
     return "; ".join(part for part in (row.reason, "" if row.connected else row.why_away) if part)

@@ -1,4 +1,4 @@
-"""The live view of a run, drawn from its log: the picture of `watch` on a terminal, else a line per step."""
+"""The live view of a run, read from its log: the overview of `watch` on a terminal, else a line per event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trinity_es.cli.render.batch_tables import reward_text
-from trinity_es.cli.render.watch import PAUSE_FACTOR, look, picture_view
+from trinity_es.cli.render.watch import PAUSE_FACTOR, read_overview, render_overview
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
@@ -27,22 +27,21 @@ from trinity_es.safe_text import batch_named, error_line, plain
 __all__ = ["RunView", "kept_tokens", "last_failure", "open_seconds", "step_reward"]
 
 REDRAWS_PER_SECOND = 4
-LOOK_SECONDS = 0.2
-"""Seconds between two reads of the log."""
-MOST_LINES = 24
-"""Maximum height of the picture, so that earlier output stays in view."""
+READ_SECONDS = 0.2
+"""Interval between reads of the log."""
+MAX_LINES = 24
+"""Maximum height of the overview, so that earlier output stays visible."""
 PRINTED_TYPES = (
     "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "WeightsFailed", "AdapterFailed", "TaskReopened",
     "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
 )
-"""Types of events that print a line when stdout is no terminal."""
+"""Types of events for which a line is printed when stdout is no terminal."""
 
 
 class RunView:
-    """Context manager that shows the run whose log is, or will be, at `url`.
+    """Context manager that shows the progress of the run whose log is, or will be, at `url`.
 
-    It reads the log in a thread of its own and never delays the run. Lines are printed for events after position
-    `after`.
+    It reads the log in its own thread and never delays the run. Lines are printed for events after position `after`.
     """
 
     def __init__(self, url: str, out: Console, *, total_steps: int | None = None, after: int = 0) -> None:
@@ -50,14 +49,14 @@ class RunView:
         self._out = out
         self._total_steps = total_steps
         self._ended_streams = set[str]()
-        """Streams of the batches that ended during this view."""
+        """Streams of the batches for whose end a line was printed."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=read_repeatedly, name="progress", daemon=True,
-                                        args=(url, self._show_news, self._stopping, LOOK_SECONDS, lambda error: None))
-        self._picture: RenderableType | None = None
-        """Newest picture for a terminal; None until a runner has started."""
-        self._next_picture_at = 0.0
-        """Reading of the monotonic clock."""
+                                        args=(url, self._show_new_events, self._stopping, READ_SECONDS, lambda e: None))
+        self._overview: RenderableType | None = None
+        """Newest overview for a terminal; None until a runner has started."""
+        self._next_overview_at = 0.0
+        """Monotonic time."""
         self._followed = Followed()
         self._started_at = time.time()
         self._live = Live(get_renderable=self._render, console=out, refresh_per_second=REDRAWS_PER_SECOND,
@@ -75,8 +74,8 @@ class RunView:
         if self._live is not None:
             self._live.stop()
 
-    def _show_news(self, log: Log) -> None:
-        """Print a line for each new event; on a terminal draw a new picture, if it is time for one."""
+    def _show_new_events(self, log: Log) -> None:
+        """Print a line for each new event; on a terminal, draw a new overview when it is due."""
         begun_at = time.monotonic()
         if self._live is None:
             if (head := log.head().position) > self.position:
@@ -85,14 +84,14 @@ class RunView:
                     if line := self._line(log, recorded):
                         self._out.print(Text(line), soft_wrap=True)
                 self.position = head
-        elif self._stopping.is_set() or begun_at >= self._next_picture_at:
-            self._picture = self._draw(log)
+        elif self._stopping.is_set() or begun_at >= self._next_overview_at:
+            self._overview = self._draw(log)
             took = time.monotonic() - begun_at
-            self._next_picture_at = time.monotonic() + max(LOOK_SECONDS, PAUSE_FACTOR * took)
+            self._next_overview_at = time.monotonic() + max(READ_SECONDS, PAUSE_FACTOR * took)
 
     # --- lines ------------------------------------------------------------------------------------------------------
     def _line(self, log: Log, recorded: Recorded) -> str:
-        """Return the line for an event; empty for a BatchTrained if the line of the batch's end was printed."""
+        """Return the line for an event; "" for a BatchTrained if a line was printed for the batch's end."""
         event, stream = recorded.event, recorded.stream
         match event:
             case ev.RunnerStarted():
@@ -122,7 +121,7 @@ class RunView:
         return f"{self._name(row)}  trained on the experiences that the log had"
 
     def _name(self, row: BatchRow) -> str:
-        """Return a train batch as its step, another one as eval or batch with its id."""
+        """Return the name of a batch: its step for a train batch, else `eval` or `batch` and its id."""
         if row.batch_type == "train":
             return f"step {row.batch_id}" + (f"/{self._total_steps}" if self._total_steps is not None else "")
         return f"{'eval' if row.batch_type == 'eval' else 'batch'} {plain(row.batch_id)}"
@@ -153,21 +152,21 @@ class RunView:
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
-        """Return the newest picture, or for how long the system has been starting."""
+        """Return the newest overview, or a line with the time for which the system has been starting."""
         starting = Text(f"starting the actor system… {time.time() - self._started_at:.0f} s", style="cyan")
-        return self._picture or starting
+        return self._overview or starting
 
     def _draw(self, log: Log) -> RenderableType | None:
-        """Return the run's figures, its last evals and the picture of `watch`; None before the first runner starts."""
-        picture, first_event = look(log, followed=self._followed), log.at(1)
-        if not picture.runners or first_event is None:
+        """Return the run's figures, its last evals and the overview of `watch`; None before the first runner starts."""
+        overview, first_event = read_overview(log, followed=self._followed), log.at(1)
+        if not overview.runners or first_event is None:
             return None
-        rows = [*picture.going_on, *picture.ended]
+        rows = [*overview.open_batches, *overview.ended]
         failed_attempts = sum(n for (what, _), n in log.losses().items() if what == "attempt")
         tokens = sum(total.response_tokens for total in log.totals())
         figures = [
             *(self._name(row) for row in rows[:1]), f"version {log.model_version()}", f"{tokens:,} tokens",
-            f"{picture.now - first_event.recorded_at:.0f} s"]
+            f"{overview.now - first_event.recorded_at:.0f} s"]
         if failed_attempts:
             figures.append(f"{failed_attempts} failed attempts")
         lines = [Text("   ".join(figures), style="bold green")]
@@ -175,11 +174,11 @@ class RunView:
         if evals := [row for row in evals if row.ended_at is not None]:
             lines.append(Text("eval   " + "  ".join(
                 f"{plain(row.batch_id)} {reward_text(row) or 'none'}" for row in reversed(evals))))
-        return Group(*lines, picture_view(picture, min(MOST_LINES, self._out.height) - len(lines)))
+        return Group(*lines, render_overview(overview, min(MAX_LINES, self._out.height) - len(lines)))
 
 
 def step_reward(mean: float, missing: int, dropped: int) -> str:
-    """Return the mean reward of a batch, with the runs missing in it and the experiences that were filtered out."""
+    """Return a batch's mean reward, with the number of missing runs and of experiences that were filtered out."""
     parts = [f"{counted(missing, 'run')} missing"] if missing else []
     parts += [f"{dropped} filtered out"] if dropped else []
     remark = ", ".join(parts)
@@ -187,17 +186,17 @@ def step_reward(mean: float, missing: int, dropped: int) -> str:
 
 
 def last_failure(log: Log, row: BatchRow, width: int) -> str:
-    """Return the error of a batch's last failed attempt; empty if none failed."""
+    """Return the error of a batch's last failed attempt; "" if no attempt failed."""
     last = log.last(batch_stream(row.batch_id), "AttemptFailed")
     return error_line(last.event.message, width) if last and isinstance(last.event, ev.AttemptFailed) else ""
 
 
 def kept_tokens(log: Log, row: BatchRow) -> int:
-    """Return how many tokens of a batch were made before the whole system ended, and kept by the next start.
+    """Return the number of a batch's tokens that a start kept from before the whole system ended.
 
-    They were made after the log's last event, so in none of the `open_seconds`.
+    They were generated after the log's last event, so their time is not part of `open_seconds`.
     """
-    tokens_by_unit = dict[tuple[int, int], tuple[int, str, int]]()  # a later record has those of earlier ones too
+    tokens_by_unit = dict[tuple[int, int], tuple[int, str, int]]()  # a later record includes the earlier ones
     for recorded in log.rare(["AttemptKept"], after=row.first_position - 1):
         if isinstance(event := recorded.event, ev.AttemptKept) and recorded.stream == batch_stream(row.batch_id):
             tokens_by_unit[event.task, event.run_id_base] = event.tokens, event.runner, event.incarnation
@@ -209,12 +208,12 @@ def kept_tokens(log: Log, row: BatchRow) -> int:
 
 
 def open_seconds(log: Log, row: BatchRow, end: Recorded) -> float:
-    """Return the seconds for which a batch was open up to this event, without clock steps and coordinator outages."""
+    """Return the seconds from a batch's submission to this event, without clock steps and coordinator outages."""
     outages = [(begin, stop) for begin, stop in log.without_coordinator(row.first_position) if stop <= end.recorded_at]
     clock_steps = [(recorded.recorded_at, recorded.event.seconds)
                    for recorded in log.rare(["ClockStepped"], after=row.first_position, before=end.position)
                    if isinstance(recorded.event, ev.ClockStepped)]
-    # A step during an outage is part of the outage's seconds.
+    # Clock steps during an outage are part of the outage's seconds.
     stepped_seconds = sum(seconds for at, seconds in clock_steps
                           if not any(begin <= at <= stop for begin, stop in outages))
     return end.recorded_at - row.submitted_at - stepped_seconds - sum(stop - begin for begin, stop in outages)

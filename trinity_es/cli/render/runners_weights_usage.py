@@ -28,12 +28,12 @@ from trinity_es.projections.why.answer import span
 from trinity_es.safe_text import error_line, plain
 
 __all__ = [
-    "MOST", "print_adapters", "print_leases", "print_lives", "print_prompts", "print_runners", "print_usage",
+    "MAX_ROWS", "print_adapters", "print_leases", "print_lives", "print_prompts", "print_runners", "print_usage",
     "print_weights",
 ]
 
-MOST = 50
-"""Maximum number of lines of a list; `--json` has all."""
+MAX_ROWS = 50
+"""Maximum number of rows that a table shows; `--json` has all."""
 
 
 def _table(*names: str, right: Sequence[str] = ()) -> Table:
@@ -42,10 +42,10 @@ def _table(*names: str, right: Sequence[str] = ()) -> Table:
 
 
 def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
-    """Print a line per runner; `up` says whether their system has processes, None if unknown."""
+    """Print a line per runner. `up`: whether their system runs, None if unknown."""
     runners = by_runner(lives, up)
     on_several_hosts = any(host_of(runner.name) for runner in runners)
-    # On several hosts, deaths that came with the loss of a host have a column of their own.
+    # With several hosts, deaths by the loss of a host have their own column.
     host_loss_column = ["with host"] if on_several_hosts else []
     right = ("lives", "deaths", "with host", "attempts lost", "seconds lost", "weights")
     table = _table(*(["host"] if on_several_hosts else []), "runner", "state", "weights", "lives", "deaths",
@@ -67,7 +67,7 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
 
 
 def _print_by_host(out: Console, runners: Sequence[RunnerLives]) -> None:
-    """Print the cost of the deaths on each host: those of runners, and those that came with the loss of the host."""
+    """Print the cost of the deaths of runners on each host: alone, and with the loss of the host."""
     deaths_by_host: dict[str, list[RunnerIncarnation]] = {}
     for runner in runners:
         deaths_by_host.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
@@ -82,11 +82,11 @@ def _print_by_host(out: Console, runners: Sequence[RunnerLives]) -> None:
 
 
 def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
-    """Print a line per life; `up` says whether their system has processes, None if unknown."""
+    """Print a line per process of a runner. `up`: whether their system runs, None if unknown."""
     right = ("load s", "attempts lost", "seconds lost", "weights")
     table = _table("life", "pid", "host", "engine", "started", "load s", "ended", "how", "weights", "attempts lost",
                    "seconds lost", "reason", right=right)
-    for life in lives[-MOST:]:
+    for life in lives[-MAX_ROWS:]:
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 60)), str(life.pid), Text(plain(life.host, 40)),
             Text(plain(life.engine, 20)), when(life.started_at),
@@ -96,12 +96,12 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
             Text(error_line(life.reason, 100)),
         )
     print_fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
-    print_left_out(out, len(lives), MOST)
-    _print_unseen_ends(out, lives[-MOST:], up)
+    print_left_out(out, len(lives), MAX_ROWS)
+    _print_unseen_ends(out, lives[-MAX_ROWS:], up)
 
 
 def _print_unseen_ends(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None) -> None:
-    """Print what is not known of the lives whose end nobody recorded, if there are some."""
+    """Explain the table's values for runner processes whose end was not recorded."""
     states = {visible_state(life, up) for life in lives}
     for state, text in (
         ("replaced", "the whole system ended unseen; for `ended` and seconds lost, its last event before that counts"),
@@ -114,9 +114,9 @@ def _print_unseen_ends(out: Console, lives: Sequence[RunnerIncarnation], up: boo
 def print_weights(
     out: Console, versions: Sequence[WeightsVersion], deliveries: Mapping[int, int], left_out: int
 ) -> None:
-    """Print a line per version.
+    """Print a line per version of the weights.
 
-    `deliveries` has the number of delivered experiences by version, `left_out` the number of older versions.
+    `deliveries`: number of delivered experiences by version. `left_out`: number of older versions that are not printed.
     """
     table = _table("version", "published", "method", "path", "loaded by (seconds after)", "failed", "delivered",
                    right=("version", "delivered"))
@@ -137,7 +137,7 @@ def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
     """Print a line per version of a LoRA adapter, the newest last."""
     table = _table("adapter", "version", "published", "rank", "bytes", "path", "loaded by (seconds after)", "failed",
                    "removed", right=("version", "rank", "bytes"))
-    for adapter in adapters[-MOST:]:
+    for adapter in adapters[-MAX_ROWS:]:
         loads = ", ".join(f"{plain(runner, 30)} {at - adapter.published_at:+.1f}"
                           for runner, _, at, _ in adapter.loads[:16])
         failed = ", ".join(f"{plain(runner, 30)}: {error_line(error, 80)}"
@@ -148,29 +148,29 @@ def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
             Text(plain(adapter.path, 80)), Text(loads), Text(failed, style="red"), when(adapter.removed_at),
         )
     print_fitted(out, table, ("removed", "rank", "path"))
-    print_left_out(out, len(adapters), MOST, "before them (--adapters)")
+    print_left_out(out, len(adapters), MAX_ROWS, "before them (--adapters)")
 
 
 def print_usage(out: Console, usage: Usage) -> None:
-    """Print how often delivered experiences were used, and those used more than once with their steps."""
+    """Print how often delivered experiences were used, and the steps of those that were used more than once."""
     out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
                    f"{usage.never:,} not used, {usage.more:,} used more than once"))
     if usage.redone:
         out.print(Text(f"{usage.redone:,} uses were undone: the trainer returned to an older checkpoint"))
-    for used in usage.twice[:MOST]:
+    for used in usage.twice[:MAX_ROWS]:
         steps = ", ".join("?" if step is None else str(step) for step in used.steps)
         positions = ", ".join(map(str, used.positions))
         out.print(Text(f"  batch {plain(used.batch_id)} experiences {used.first} to {used.first + used.count - 1}: "
                        f"in steps {steps} (positions {positions})", style="red"), soft_wrap=True)
-    print_left_out(out, len(usage.twice), MOST, "more")
+    print_left_out(out, len(usage.twice), MAX_ROWS, "more")
 
 
 def print_prompts(
     out: Console, tried: PromptsTried, unread: Mapping[str, list[int]], texts: Mapping[tuple[BatchId, int], str | None]
 ) -> None:
-    """Print how many prompts were tried, and each prompt in `texts` that never was.
+    """Print how many prompts were tried, and the prompts in `texts` that were never tried.
 
-    `texts` has a prompt's text by (batch, task), `unread` the rows of each taskset that no batch ever held.
+    `texts`: the prompts to print, by (batch, task). `unread`: the rows of each taskset that no batch ever had.
     """
     prompts_were = "prompt was" if len(tried.never) == 1 else "prompts were"
     out.print(Text(f"{tried.tasks:,} tasks submitted, {tried.sent:,} of them sent to a runner; "
@@ -191,7 +191,7 @@ def print_prompts(
 
 
 def _ranges(rows: Sequence[int], most: int = 40) -> str:
-    """Return at most `most` ranges of consecutive rows, such as `1-5, 9`, and how many more there are."""
+    """Return rows as at most `most` ranges, such as `1-5, 9`, and the number of further ranges."""
     ranges: list[list[int]] = []
     for row in rows:
         if ranges and ranges[-1][1] == row - 1:
@@ -203,7 +203,7 @@ def _ranges(rows: Sequence[int], most: int = 40) -> str:
 
 
 def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
-    """Print a line per open lease; red if a release failed, yellow if nothing owns it any more."""
+    """Print a line per open lease, in red if its release failed, in yellow if its run is over."""
     if not leases:
         out.print("no lease is open")
         return

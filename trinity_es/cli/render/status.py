@@ -13,13 +13,13 @@ from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import end_of_run, resume_command, span
 from trinity_es.safe_text import clock, devices, does, plain
 
-__all__ = ["show", "verdict"]
+__all__ = ["print_status", "verdict"]
 
 _NOT_READY = "nothing is wrong, and no engine is ready yet"
 
 
 def _run_progress(status: dict[str, Any]) -> str:
-    """Return how far the run of a system that is down got, and how to go on with it, as the end of a sentence."""
+    """Return the progress of the run of a system that is down, and how to resume it, as the end of a sentence."""
     run, last_batch = status.get("run"), status.get("last_batch")
     if run is None and last_batch is not None:
         ago = span(time.time() - last_batch["ended_at"])
@@ -37,7 +37,7 @@ def _run_progress(status: dict[str, Any]) -> str:
 
 
 def _idle_line(last_batch: dict[str, Any]) -> str:
-    """Return the line for a system without an open batch: its trainer may have died without a word."""
+    """Return the line for a running system without an open batch, with the last batch, as its trainer may have died."""
     is_untrained = (last_batch["batch_type"] == "train" and last_batch["state"] == "finalized"
                     and last_batch["trained_step"] is None)
     return (f"nothing is wrong here, and no batch is open: the last, {plain(last_batch['batch_id'])}, was "
@@ -47,11 +47,11 @@ def _idle_line(last_batch: dict[str, Any]) -> str:
 
 
 def _runner_line(runner: dict[str, Any]) -> str:
-    """Return the line of a runner: what it does, its process, weights, places and endpoint."""
+    """Return the line for a runner: activity, pid, weights, load and endpoint."""
     load = ""
     if "load" in runner and runner.get("places"):
         units, places = runner["load"], runner["places"]
-        # A runner whose units are short gets more of them than it has places.
+        # A runner whose units are short gets more units than it can play at a time.
         ahead = f", {units - places} more units sent ahead" if units > places else ""
         load = f", {min(units, places)} of {places} places taken{ahead}"
     version = f", version {runner['model_version']}" if runner.get("model_version") is not None else ""
@@ -62,7 +62,7 @@ def _runner_line(runner: dict[str, Any]) -> str:
 
 
 def _host_line(host: dict[str, Any]) -> str:
-    """Return the line of a host: state, last contact, address, devices, and its work unless it was lost or left."""
+    """Return the line for a host: state, last contact, address, devices, and its work unless it is lost or has left."""
     state = host["state"]
     since = f" since {clock(host['since'], date=True)}" if host.get("since") else ""
     silence = f", not heard of for {span(host['away_for'])}" if host.get("away_for") and state != "lost" else ""
@@ -74,8 +74,8 @@ def _host_line(host: dict[str, Any]) -> str:
             f"{work}{finished}")
 
 
-def show(out: Console, status: dict[str, Any]) -> None:
-    """Print a status: the system, hosts with their runners, open batches, problems, and a verdict if there are none."""
+def print_status(out: Console, status: dict[str, Any]) -> None:
+    """Print the system, its hosts and runners, open batches, and problems; without problems, a sentence says so."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 
@@ -110,7 +110,7 @@ def show(out: Console, status: dict[str, Any]) -> None:
 
 
 def verdict(status: dict[str, Any]) -> str:
-    """Return one sentence on a system without problems."""
+    """Describe a system without problems in one sentence."""
     if not status["up"]:
         return f"nothing runs, and no batch is open{_run_progress(status)}"
     if not status["batches"] and status.get("last_batch"):

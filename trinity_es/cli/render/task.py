@@ -1,4 +1,4 @@
-"""Output of `show BATCH --task N`: a task's history, or a rollout with its text and weights."""
+"""Output of `show BATCH --task N`: a task's history, or one of its runs with texts and weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trinity_es.safe_text import clock, error_line, plain
 __all__ = ["print_run", "print_task"]
 
 _SHORT = 600
-"""Maximum number of characters of a text without --all."""
-_MOST_LINES = 100
-"""Maximum number of turns, of attempts, and of journal parts of one run; --json has all."""
+"""Number of characters of a text that are printed without --all."""
+_MAX_LINES = 100
+"""Maximum number of printed events, of attempts, and of journal parts of a run; --json has all."""
 _BAR_WIDTH = 30
 """Width of an attempt's bar, in characters."""
 
@@ -30,15 +30,16 @@ def print_task(
     out: Console, history: TaskHistory, sample: dict[str, Any] | None,
     attempts: Sequence[tuple[Attempt, Sequence[JournalPart]]],
 ) -> None:
-    """Print a task's turns (events with their time), attempts and runs.
+    """Print a task's events with their times, its attempts and its runs.
 
-    `sample` is the task as submitted, if it can be read. `attempts` has the journal parts that each went on from.
+    `sample`: the task as submitted, if it can be read. `attempts`: each attempt with the journal parts (answers and
+    steps of a lost attempt) that it continued.
     """
     _print_head(out, history, sample)
-    for turn in history.turns[:_MOST_LINES]:
+    for turn in history.turns[:_MAX_LINES]:
         _line(out, f"  +{turn.at - history.submitted_at:8.2f} s  {turn.position:>7}  {error_line(turn.what, 400)}")
-    if len(history.turns) > _MOST_LINES:
-        _line(out, f"  and {len(history.turns) - _MOST_LINES} more: --json has all")
+    if len(history.turns) > _MAX_LINES:
+        _line(out, f"  and {len(history.turns) - _MAX_LINES} more: --json has all")
     if any(attempt.kept is not None for attempt, _ in attempts):
         _print_attempts(out, history, attempts)
     if history.made:
@@ -60,10 +61,10 @@ def print_task(
 def _print_attempts(
     out: Console, history: TaskHistory, attempts: Sequence[tuple[Attempt, Sequence[JournalPart]]]
 ) -> None:
-    """Draw when each attempt played (━), and the kept answers and steps of each run that it went on from."""
+    """Draw when each attempt ran (━), and name the kept answers and steps that its runs continued."""
     start, end = history.submitted_at, max(turn.at for turn in history.turns)
     characters_per_second = _BAR_WIDTH / max(end - start, 1e-9)
-    for attempt, parts in attempts[:_MOST_LINES]:
+    for attempt, parts in attempts[:_MAX_LINES]:
         first = round((attempt.dispatched_at - start) * characters_per_second)
         last = round(((attempt.ended_at or end) - start) * characters_per_second)
         bar = ("·" * first + "━" * max(1, last - first)).ljust(_BAR_WIDTH, "·")[:_BAR_WIDTH]
@@ -72,12 +73,12 @@ def _print_attempts(
                    f"{attempt.outcome}")
         for run in sorted({part.run for part in parts}):
             texts = _part_texts([part for part in parts if part.run == run])
-            more = f" → and {len(texts) - _MOST_LINES} more" if len(texts) > _MOST_LINES else ""
-            _line(out, f"    run {run} goes on from {' → '.join(texts[:_MOST_LINES])}{more}")
+            more = f" → and {len(texts) - _MAX_LINES} more" if len(texts) > _MAX_LINES else ""
+            _line(out, f"    run {run} goes on from {' → '.join(texts[:_MAX_LINES])}{more}")
 
 
 def _part_texts(parts: Sequence[JournalPart]) -> list[str]:
-    """Return the steps and answers of a run; answers to one request, which are no turns, in one text."""
+    """Describe the kept steps and answers of a run. Answers to one request (`n` above 1) share a text."""
     requests = list[list[str]]()
     for part in parts:
         if part.choice and requests:
@@ -90,7 +91,7 @@ def _part_texts(parts: Sequence[JournalPart]) -> list[str]:
 
 
 def _part_text(part: JournalPart) -> str:
-    """Return a step, or an answer with its tokens, as a lost attempt left it in the journal."""
+    """Describe a step, or an answer with its number of tokens, that a lost attempt left in its journal."""
     if part.step:
         return f"step {plain(part.step, 80)}{'' if part.finish else ' (unfinished)'}"
     of_most = f"/{part.max_tokens:,}" if part.max_tokens and not part.finish else ""
@@ -100,7 +101,7 @@ def _part_text(part: JournalPart) -> str:
 
 
 def _other_token_lines(history: TaskHistory) -> Iterable[str]:
-    """Yield lines with the difference between the tokens of the runs and those that the task cost."""
+    """Yield lines about tokens that the task cost and that are in no run's experiences, or the reverse."""
     prompt, response = history.other_prompt_tokens, history.other_response_tokens
     if prompt < 0:
         yield f"other       {-prompt} prompt tokens were not read again: runs that share a prompt read it once"
@@ -108,7 +109,7 @@ def _other_token_lines(history: TaskHistory) -> Iterable[str]:
         yield (f"other       {max(prompt, 0)} prompt tokens and {max(response, 0)} tokens are in no run's "
                "experiences")
     if response < 0:
-        yield f"other       {-response} tokens of its experiences were not made by its model"
+        yield f"other       {-response} tokens of its experiences were not generated by its model"
 
 
 def print_run(
@@ -116,9 +117,10 @@ def print_run(
     weights: Sequence[dict[str, Any]], experiences: Sequence[tuple[Experience, bool]], missing: str | None, *,
     whole: bool,
 ) -> None:
-    """Print a run with its experiences, each with whether it was delivered; `missing` says why they can't be read.
+    """Print a run with its experiences.
 
-    `weights` has the versions that made its tokens. With `whole`, texts are printed to their end.
+    `weights`: the versions that generated its tokens. `experiences`: each with True if it was delivered. `missing`: why
+    they can't be read. `whole`: print texts to their end.
     """
     _print_head(out, history, sample)
     reward = "" if row.reward is None else f", reward {row.reward:.6g}"
@@ -145,7 +147,7 @@ def print_run(
 
 
 def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | None) -> None:
-    """Print a task's state, the reason if it failed, its row in the taskset, its prompt and its number of runs."""
+    """Print a task's state, its error if it failed, its row in the taskset, its prompt and its number of runs."""
     out.print(Text(f"batch {plain(history.batch_id)} task {history.task}  ", style="bold") + state_text(history.state))
     if history.reason:
         _line(out, f"because     {error_line(history.reason, 400)}")
@@ -164,7 +166,7 @@ def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | Non
 def _print_experience(
     out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], *, whole: bool
 ) -> None:
-    """Print an experience: tokens, weights, reward, what became of it, and its texts (shortened unless `whole`)."""
+    """Print an experience: tokens, weights, reward, whether it was delivered, and its texts (cut unless `whole`)."""
     oldest, newest = e.model_versions
     to_newest = "" if newest == oldest else f" to {newest}"
     versions = "" if oldest is None else f", weights {plain(oldest, 20)}{to_newest}"
@@ -194,7 +196,7 @@ def _print_experience(
 
 
 def _text_lines(text: str, limit: int | None) -> Iterable[str]:
-    """Yield the lines of at most `limit` characters of a text, and how many characters are left out."""
+    """Yield the lines of a text's first `limit` characters, and a line with the number of the other characters."""
     for line in text[:limit].split("\n"):
         yield plain(line)
     if limit is not None and len(text) > limit:
@@ -211,5 +213,5 @@ def _versions(row: RunRow) -> str:
 
 
 def _line(out: Console, text: str) -> None:
-    """Print one line, which may be longer than the terminal is wide."""
+    """Print a line, which may be wider than the terminal."""
     out.file.write(text + "\n")  # not out.print: laying out a text of a megabyte is slow

@@ -1,4 +1,4 @@
-"""The page of one batch: its tasks, runners and result; its events, and its state as of each."""
+"""The page of one batch: its tasks, runners, result and events, and its state after each event."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
-from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, cells, drawing, kind_of, lane, reward_range_of
+from trinity_es.dashboard.gantt import Lane, Window, attempts_by_runner, bar_kind, cells, drawing, lane, reward_range_of
 from trinity_es.dashboard.page_urls import Page, PageRequest, Route
-from trinity_es.dashboard.pages.overview import followed
+from trinity_es.dashboard.pages.overview import kept_folds
 from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
@@ -20,19 +20,19 @@ from trinity_es.projections.host_states import host_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.safe_text import summary
 
-__all__ = ["ROUTES", "asof", "batch", "batch_cache", "steps", "tasks_of"]
+__all__ = ["ROUTES", "asof", "batch", "batch_cache", "select_tasks", "steps"]
 
 TASKS_PER_PAGE = 50
 EVENTS_PER_PART = 200
-"""Number of events that are shown at first, and that each "more" adds."""
-MOST_DRAWN = 1000
-"""Maximum number of attempts for which bars by runner are drawn."""
+"""Number of events that are shown first, and that each click on "earlier" or "later" adds."""
+MAX_DRAWN = 1000
+"""Maximum number of attempts of a batch for which bars by runner are drawn."""
 GRID_TASKS = 384
 """Number of tasks in the grid of a past state."""
 EVENT_CHARACTERS = 6000
-"""Maximum number of characters of a stored event that are shown."""
+"""Maximum number of characters that are shown of a stored event."""
 EVENT_BYTES = 200_000
-"""Size from which a stored event is shown as it is stored, not indented."""
+"""Stored events of this size and more are shown without indentation."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
 STATES = ("pending", "running", "finished", "failed", "dropped")
 STATISTICS = ("mean", "min", "max", "std")
@@ -41,7 +41,7 @@ ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerWork:
-    """Work of one runner in the batch."""
+    """Attempts of one runner in the batch."""
 
     name: str
     attempts: int
@@ -62,11 +62,11 @@ def batch_cache(request: PageRequest) -> BatchCache:
 
 
 def batch(request: PageRequest) -> Page:
-    """Return the page `/batch?id=BATCH&at=POSITION`; with `at` it shows the state at that event."""
+    """Return the page `/batch?id=BATCH&at=POSITION`. With `at` it also shows the state as of that log position."""
     batch_id = request.batch_id()
     row = request.log.batch_row(batch_id)
-    why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=followed(request))
-    # In a run without processes nothing moves, so the time that is shown ends with the last event.
+    why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=kept_folds(request))
+    # Nothing happens in a run without processes, so its time axis ends with the last event.
     is_dead = why is not None and why.cause in ("no_system", "unseen") and request.now - why.moved_at > 60
     with batch_cache(request).of(request.log, batch_id) as cached:
         timeline = cached.timeline
@@ -77,14 +77,15 @@ def batch(request: PageRequest) -> Page:
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
             "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
-            "losses": sorted(request.log.losses(batch_id).items()), "config": _config(request, row.first_position),
+            "losses": sorted(request.log.losses(batch_id).items()),
+            "config": _config_values(request, row.first_position),
         },
     )
 
 
 # --- its tasks ------------------------------------------------------------------------------------------------------
-def tasks_of(timeline: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
-    """Return the tasks in this state (all if it is empty), sorted by one of SORTS; those without a value come last."""
+def select_tasks(timeline: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
+    """Return the tasks in this state ("": all), sorted by one of SORTS. Tasks without a value come last."""
     chosen = [t for t in timeline.tasks if not state or t.state == state]
     values: dict[str, Callable[[TaskTimeline], float | None]] = {
         "task": lambda t: t.task, "state": lambda t: STATES.index(t.state), "reward": lambda t: t.reward,
@@ -94,42 +95,42 @@ def tasks_of(timeline: BatchTimeline, state: str, sort: str, descending: bool) -
     return sort_known_first(chosen, values[sort], descending)
 
 
-def window_of(timeline: BatchTimeline, now: float, *, is_dead: bool) -> Window:
-    """Return the batch's time: to its end, or if it is open to now, or in a dead run to its last event."""
+def time_window(timeline: BatchTimeline, now: float, *, is_dead: bool) -> Window:
+    """Return the batch's period: to its end, else to now, or in a dead run to its last event."""
     last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else now
     return Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
 
 
 def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: bool) -> dict[str, Any]:
-    """Return what the page shows of the batch's timeline: one page of its tasks, its runners' work and its metrics."""
-    state, window = timeline.state, window_of(timeline, request.now, is_dead=is_dead)
+    """Return the values for the template from the batch's timeline: a page of tasks, the runners and the metrics."""
+    state, window = timeline.state, time_window(timeline, request.now, is_dead=is_dead)
     sort, task_state = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
     descending = request.choice("order", ("up", "down"), "up") == "down"
-    selected_tasks = tasks_of(timeline, task_state, sort, descending)
-    page_number, pages = request.page_of(len(selected_tasks), TASKS_PER_PAGE)
+    selected_tasks = select_tasks(timeline, task_state, sort, descending)
+    page_number, pages = request.page_number(len(selected_tasks), TASKS_PER_PAGE)
     shown = selected_tasks[(page_number - 1) * TASKS_PER_PAGE : page_number * TASKS_PER_PAGE]
     by_runner = attempts_by_runner(timeline)
-    with_lanes = sum(map(len, by_runner.values())) <= MOST_DRAWN
+    with_lanes = sum(map(len, by_runner.values())) <= MAX_DRAWN
     return drawing(timeline, window, shown) | {
         "ended": state.state in ENDED,
         "sort": sort, "kind": task_state, "descending": descending, "pages": pages, "number": page_number,
         "chosen": len(selected_tasks), "states": STATES,
         "runners": [
             RunnerWork(
-                name=name, attempts=len(pairs), finished=sum(kind_of(a) == "finished" for _, a in pairs),
-                failed=sum(kind_of(a) == "failed" for _, a in pairs),
+                name=name, attempts=len(pairs), finished=sum(bar_kind(a) == "finished" for _, a in pairs),
+                failed=sum(bar_kind(a) == "failed" for _, a in pairs),
                 seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in pairs),
                 versions=sorted({a.model_version for _, a in pairs}),
                 lane=lane(pairs, window, window.end) if with_lanes else None,
             )
             for name, pairs in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
         ],
-        "metrics": _grouped((state.final_result or {}).get("metrics", {})),
+        "metrics": _group_metrics((state.final_result or {}).get("metrics", {})),
     }
 
 
-def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return metrics grouped by the part before the first slash; `x/mean`, `x/min`, ... share a line."""
+def _group_metrics(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Group metrics by the part of the name before the first slash. `x/mean`, `x/min`, ... share a line."""
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(metrics):
         group_name, _, rest = name.partition("/")
@@ -148,39 +149,40 @@ def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
-    """Return the ids of the batches submitted just before and just after this position."""
+    """Return the ids of the batches that were submitted last before and first after this log position."""
     return {
-        "before": _submitted(request, before=position, descending=True),
-        "after": _submitted(request, after=position, descending=False),
+        "before": _first_submission(request, before=position, descending=True),
+        "after": _first_submission(request, after=position, descending=False),
     }
 
 
-def _submitted(request: PageRequest, **range_options: Any) -> Any:
-    """Return the id of the first batch that was submitted at these positions; None if there is none."""
+def _first_submission(request: PageRequest, **range_options: Any) -> Any:
+    """Return the id of the first batch that was submitted in a range of positions; None if there is none."""
     submission = next(request.log.rare(["BatchSubmitted"], limit=1, **range_options), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
 
 
-def _config(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
-    """Return the config of the system when the batch was submitted: its position and (key path, value) pairs."""
+def _config_values(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
+    """Return the system's config at this log position: the config's own position, and (key path, value) pairs."""
     config_position, config = request.log.config(position)
-    return (config_position, list(_flat(config))) if config else None
+    return (config_position, list(_flatten_config(config))) if config else None
 
 
-def _flat(value: Any, path: str = "") -> Any:
-    """Yield (key path, text of the value) of every value in a config; `path` is that of this part of it."""
+def _flatten_config(value: Any, path: str = "") -> Any:
+    """Yield (key path, value as text) for every value in a part of a config. `path`: the key path of that part."""
     if isinstance(value, dict) and value:
         for key in value:
-            yield from _flat(value[key], f"{path}.{key}" if path else str(key))
+            yield from _flatten_config(value[key], f"{path}.{key}" if path else str(key))
     else:
         yield path, value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 # --- its events -----------------------------------------------------------------------------------------------------
 def _history_values(request: PageRequest, cached: CachedBatch) -> dict[str, Any]:
-    """Return a part of the batch's events: around the parameter `at`, else the first ones, or the last if it is open.
+    """Return a part of the batch's events as values for the template.
 
-    With `at`, a position of the log, also the state as of the event there.
+    With the URL parameter `at`, a log position, it is the events around `at`, with the batch's state there. Otherwise
+    it is the first events of an ended batch, or the last events of an open one.
     """
     total = len(cached.positions)
     version = cached.version_at(request.number("at")) if "at" in request.query else 0
@@ -193,13 +195,13 @@ def _history_values(request: PageRequest, cached: CachedBatch) -> dict[str, Any]
     return {
         "steps": [(r, summary(r.event)) for r in events], "total": total, "at": version,
         "earlier": max(0, first - 1), "later": total - (first + len(events) - 1),
-        "moment": _moment(request, cached, version) if version else None,
+        "moment": _past_state_values(request, cached, version) if version else None,
         "submitted_at": cached.timeline and cached.timeline.submitted_at,
     }
 
 
 def steps(request: PageRequest) -> Page:
-    """Return `/batch/steps`, more rows of the table of events: from version `first` on, or before version `before`."""
+    """Return `/batch/steps`: more rows for the table of events, from stream version `first` on or before `before`."""
     batch_id = request.batch_id()
     with batch_cache(request).of(request.log, batch_id) as cached:
         total = len(cached.positions)
@@ -217,17 +219,18 @@ def steps(request: PageRequest) -> Page:
 
 
 def asof(request: PageRequest) -> Page:
-    """Return `/batch/asof`, the part of the page with the batch's state as of its event of version `n`."""
+    """Return `/batch/asof`: the part of the page with the batch's state after its event of stream version `n`."""
     batch_id = request.batch_id()
     with batch_cache(request).of(request.log, batch_id) as cached:
         version = request.number("n", 1, low=1, high=len(cached.positions))
-        return Page(template="asof.html", title="", values={"moment": _moment(request, cached, version)})
+        return Page(template="asof.html", title="", values={"moment": _past_state_values(request, cached, version)})
 
 
-def _moment(request: PageRequest, cached: CachedBatch, version: int) -> dict[str, Any]:
-    """Return the state as of the event of this version as values, copied, because later requests change the state.
+def _past_state_values(request: PageRequest, cached: CachedBatch, version: int) -> dict[str, Any]:
+    """Return the batch's state after the event of this stream version, as values for the template.
 
-    The grid shows at most GRID_TASKS tasks: the first ones, or those around the first task that the event is about.
+    The values are copies, because later requests change the state. The grid has at most GRID_TASKS tasks: the first
+    ones, or those around the first task that the event is about.
     """
     state, recorded = cached.state_at(request.log, version)
     touched = _touched_tasks(recorded)
@@ -247,7 +250,7 @@ def _moment(request: PageRequest, cached: CachedBatch, version: int) -> dict[str
 
 
 def _touched_tasks(recorded: Recorded) -> set[int]:
-    """Return the numbers of the tasks that an event is about, which its fields `units`, `tasks` or `task` have."""
+    """Return the numbers of the tasks that an event is about, from its fields `units`, `tasks` or `task`."""
     event = recorded.event
     if (units := getattr(event, "units", None)) is not None:
         return {unit.task for unit in units}
@@ -259,7 +262,7 @@ def _touched_tasks(recorded: Recorded) -> set[int]:
 
 
 def _figures(state: BatchState) -> list[tuple[str, str]]:
-    """Return the figures of a past state as (name, text)."""
+    """Return the figures of a past state, as (name, text)."""
     failed_count = sum(not s.ok for s in state.statuses.values())
     figures = [
         ("state", state.state.value + (", paused" if state.paused else "")),
@@ -275,7 +278,7 @@ def _figures(state: BatchState) -> list[tuple[str, str]]:
 
 
 def _stored_text(recorded: Recorded) -> str:
-    """Return at most EVENT_CHARACTERS of the stored event, as indented JSON unless it has EVENT_BYTES or more."""
+    """Return at most EVENT_CHARACTERS of a stored event; the JSON is indented if it has less than EVENT_BYTES."""
     if len(recorded.data) >= EVENT_BYTES:
         return recorded.data[:EVENT_CHARACTERS].decode(errors="replace") + f" … {len(recorded.data):,} bytes in all"
     text = orjson.dumps(orjson.loads(recorded.data), option=orjson.OPT_INDENT_2).decode()

@@ -19,9 +19,9 @@ class Column:
 
     title: str
     sort: str = ""
-    """Value of the parameter `sort` for this column."""
+    """Value of the URL parameter `sort` for this column."""
     right: bool = True
-    """True if the heading is on the right, above numbers."""
+    """True if the heading is aligned on the right, above numbers."""
     hint: str = ""
 
 
@@ -44,12 +44,12 @@ _SORTS = tuple(c.sort for c in COLUMNS)
 
 
 def batches(request: PageRequest) -> Page:
-    """Return the page `/batches`, by default the newest first."""
+    """Return the page `/batches`; by default the newest batches come first."""
     state, batch_type = request.choice("state", STATES) or None, request.choice("type", TYPES) or None
     sort = request.choice("sort", _SORTS, "position")
     descending = request.choice("order", ("up", "down"), "down") == "down"
     total = request.log.count_batches(state=state, batch_type=batch_type)
-    number, pages = request.page_of(total, BATCHES_PER_PAGE)
+    number, pages = request.page_number(total, BATCHES_PER_PAGE)
     rows = request.log.batches(
         state=state, batch_type=batch_type, sort=sort, descending=descending, limit=BATCHES_PER_PAGE,
         offset=(number - 1) * BATCHES_PER_PAGE,

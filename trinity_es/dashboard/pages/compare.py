@@ -1,20 +1,20 @@
-"""The page that compares two batches, or one batch at two moments, of one log or two."""
+"""The page that compares two batches, or one batch at two times, of one log or of two logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, batch_of, batch_ref
+from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, batch_id_of, batch_ref
 from trinity_es.events.errors import BatchNotFound, DataError, TrinityError
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, fold_timeline
 from trinity_es.projections.reading.diff import changes, is_time_metric, readable_state
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["NAV", "ROUTES", "Side", "comparison", "differences", "side"]
+__all__ = ["NAV", "ROUTES", "Side", "comparison", "differences", "read_side"]
 
-MOST_TASKS = 200
+MAX_TASKS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +25,16 @@ class Side:
     """The log's URL, without a password."""
     batch_id: BatchId
     at: int | None
-    """Position up to which it was replayed; None for all events."""
+    """Log position up to which the batch was replayed; None for all events."""
     timeline: BatchTimeline
     facts: dict[str, Any]
-    """Facts that are compared, by name; `task N` for each task."""
+    """Compared values by name. The values of a task are under `task N`."""
 
 
 def comparison(request: PageRequest) -> Page:
-    """Return the page `/compare?id=A&at=P&id2=B&at2=Q`.
+    """Return the page `/compare?id=A&at=P&id2=B&at2=Q`, which compares batch A at position P with batch B at Q.
 
-    `id2` defaults to `id`. With `in=other`, the default if there is a second log, `id2` is in that log.
+    `id2` defaults to `id`. With `in=other`, the default if there is a second log, `id2` is a batch of that log.
     """
     sides: list[Side] = []
     trouble = ""
@@ -58,8 +58,8 @@ def comparison(request: PageRequest) -> Page:
     return Page(
         template="compare.html", title="Compare", nav="compare", watch=(),
         values={
-            "sides": sides, "trouble": trouble, "tasks": tasks[:MOST_TASKS],
-            "tasks_left": max(0, len(tasks) - MOST_TASKS),
+            "sides": sides, "trouble": trouble, "tasks": tasks[:MAX_TASKS],
+            "tasks_left": max(0, len(tasks) - MAX_TASKS),
             "facts": [f for f in facts if not f[0].startswith("result ")],
             "metrics": [(name.removeprefix("result "), a, b, b - a if isinstance(a, float) and isinstance(b, float)
                          else None) for name, a, b in facts if name.startswith("result ")],
@@ -74,22 +74,22 @@ def comparison(request: PageRequest) -> Page:
 
 
 def _requested_side(log: Log, ref: str, position: str) -> Side:
-    """Return the batch that the parameters `id` and `at` name. Raises BatchNotFound, DataError."""
-    batch_id, position = batch_of(log, ref.strip()), position.strip()
+    """Read the batch with this name, as of this position ("": now). Raises BatchNotFound, DataError."""
+    batch_id, position = batch_id_of(log, ref.strip()), position.strip()
     if not position:
-        return side(log, batch_id)
+        return read_side(log, batch_id)
     if not (position.isdecimal() and position.isascii() and len(position) < 20):
         raise DataError(f"{position[:40]!r} is not a position of the log: use a number, as in the list of events")
-    return side(log, batch_id, int(position))
+    return read_side(log, batch_id, int(position))
 
 
-def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
-    """Return a batch as it is, or as it was at a position. Raises BatchNotFound, also if it was submitted later."""
+def read_side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
+    """Read a batch as of a log position (None: now). Raises BatchNotFound, also if it was submitted later."""
     events = log.events(batch_id)  # raises BatchNotFound
     try:
         timeline = fold_timeline(recorded for recorded in events if at is None or recorded.position <= at)
     except BatchNotFound:
-        raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at position {at}") from None
+        raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at position {at}: choose a later one") from None
     state, state_facts = timeline.state, readable_state(timeline.state)
     facts = {
         "type": state.batch_type, "minimum of tasks": state.min_wait_num,
@@ -103,7 +103,7 @@ def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
 
 
 def _task_facts(task: TaskTimeline, outcome: str) -> dict[str, Any]:
-    """Return what is compared of one task; the runner and the weights version are those of its last attempt."""
+    """Return the values of one task that are compared. Runner and weights version are those of its last attempt."""
     last = task.attempts[-1] if task.attempts else None
     return {
         "state": task.state, "runs": task.runs, "reward": sorted(task.rewards), "tokens": task.response_tokens,
@@ -113,7 +113,7 @@ def _task_facts(task: TaskTimeline, outcome: str) -> dict[str, Any]:
 
 
 def differences(a: Side, b: Side) -> dict[str, list[str]]:
-    """Return the facts that differ, without times, by name: for `task N` the names of its parts that differ."""
+    """Return the names of values that differ, except times. For `task N`, lists the task's values that differ."""
     differing: dict[str, list[str]] = {}
     for change in changes(a.facts, b.facts):
         name, _, part = change.path.partition(".") if change.path.startswith("task ") else (change.path, "", "")

@@ -11,7 +11,7 @@ EVENTS_PER_PAGE = 200
 
 
 def subject_url(stream: str) -> str | None:
-    """Return the URL of the page about a stream's batch, runner or weights; None for other streams."""
+    """Return the URL of the page about a stream's batch or runner, or about the weights; None for other streams."""
     kind, _, name = stream.partition("/")
     if kind == "batch":
         return link("/batch", id=name)
@@ -21,9 +21,9 @@ def subject_url(stream: str) -> str | None:
 
 
 def events(request: PageRequest) -> Page:
-    """Return the page `/events`; `kind=rare` leaves out events of single tasks.
+    """Return the page `/events`. With `kind=rare`, events of single tasks are left out.
 
-    Without the parameter `before`, a position, it shows the log's end and is live.
+    With `before=POSITION` it shows the events before that position. Otherwise it shows the log's end and is updated.
     """
     rare = request.choice("kind", ("all", "rare"), "all") == "rare"
     before = request.number("before", request.position + 1, low=1, high=request.position + 1)

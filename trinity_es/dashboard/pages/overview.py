@@ -1,4 +1,4 @@
-"""The overview of a run: verdict, figures, curves, open batches and runners."""
+"""The overview page of a run: its state and problems, figures, curves, open batches and runners."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import summary
 
-__all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]
+__all__ = ["NAV", "ROUTES", "Bin", "curve", "histogram", "kept_folds", "overview"]
 
 CURVE_POINTS = 600
-"""Maximum number of points of a curve; more are drawn as means of neighbours."""
+"""Maximum number of points of a curve. If there are more, neighbours are averaged."""
 BINS = 24
 DISTRIBUTION_BATCHES = 10
-"""Number of batches, the last ones, whose distributions are shown."""
+"""Number of newest batches whose distributions are shown."""
 OPEN_BATCHES_SHOWN = 8
 EVENTS_SHOWN = 12
 LOSSES_SHOWN = 6
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class _LastValue:
-    """Value for the last key. Threads share it, and only one of them computes it."""
+    """Cache of one value, for the last key. If several threads need a new value, one computes it for all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class _LastValue:
         self._value: Any = None
 
     def get(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return the stored value if it is for this key; else compute and store it."""
+        """Return the cached value if it is for this key; otherwise compute and cache it."""
         with self._lock:
             if key != self._key:
                 self._value = compute()
@@ -52,8 +52,7 @@ class _LastValue:
 
 
 def overview(request: PageRequest) -> Page:
-    """Return the page `/`. Most values are computed only after a new event, those that also change with time once a
-    second."""
+    """Return the page `/`. Values are cached until the next event, or if they change with time, for a second."""
     last_log_values: _LastValue = request.server_values.setdefault("overview", _LastValue())
     last_wait_values: _LastValue = request.server_values.setdefault("waits", _LastValue())
     head_hash = request.log.head().hash
@@ -71,22 +70,22 @@ def overview(request: PageRequest) -> Page:
     return Page(template="overview.html", title=values["name"] or "Overview", nav="overview", values=values)
 
 
-def followed(request: PageRequest) -> Followed:
-    """Return the folds of open batches that this server keeps for `Log.why`, so that it folds only new events."""
+def kept_folds(request: PageRequest) -> Followed:
+    """Return the folds of open batches that the server keeps for `Log.why`, which then folds only new events."""
     folds: Followed = request.server_values.setdefault("followed", Followed())
     return folds
 
 
 def _wait_values(request: PageRequest) -> dict[str, Any]:
-    """Return values that change with time: why open batches wait, and whether the run's processes are there."""
-    waits = request.log.why_open(request.now, followed=followed(request))
+    """Return the values that change with time: why open batches wait, and whether the run's processes are alive."""
+    waits = request.log.why_open(request.now, followed=kept_folds(request))
     processes = request.log.processes()
     return {"up": processes["up"], "released": processes.get("released", False), "waits": waits[:OPEN_BATCHES_SHOWN],
             "more_open": max(0, len(waits) - OPEN_BATCHES_SHOWN), "stalled": sum(wait.stalled for wait in waits)}
 
 
 def _log_values(request: PageRequest) -> dict[str, Any]:
-    """Return values that change only with the log."""
+    """Return the values that only new events change."""
     run = request.log.overview(EVENTS_SHOWN)
     distributions = request.log.distributions(last=DISTRIBUTION_BATCHES)
     config = run.config
@@ -103,34 +102,35 @@ def _log_values(request: PageRequest) -> dict[str, Any]:
         "hosts": list(last_lives(request.log.hosts()).values()),
         "lives": request.log.runner_lives(),
         "recent": [(r, subject_url(r.stream), summary(r.event)) for r in run.recent],
-        "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
-                   *(("task", why, n) for why, n in _largest(run.tasks_dropped)),
-                   *(("experience", why or "by a filter", n) for why, n in _largest(run.experiences_dropped))],
+        "losses": [*(("attempt", why, n) for why, n in _largest_counts(run.attempts_failed)),
+                   *(("task", why, n) for why, n in _largest_counts(run.tasks_dropped)),
+                   *(("experience", why or "by a filter", n) for why, n in _largest_counts(run.experiences_dropped))],
         "subject_url": subject_url,
     }
 
 
-def _largest(counts: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the LOSSES_SHOWN largest counts as (reason, count), the largest first."""
+def _largest_counts(counts: dict[str, int]) -> list[tuple[str, int]]:
+    """Return the LOSSES_SHOWN largest counts, as (reason, count)."""
     return sorted(counts.items(), key=lambda item: -item[1])[:LOSSES_SHOWN]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """State of the run in a word, and its problems."""
+    """State of the run in one word, and its problems."""
 
     word: str
-    """`running`, `idle` (it runs, and no batch is open), `stalled`, `ended` (in order), `gone` (its processes are gone)
-    or `unseen` (it is on another machine)."""
+    """`running`, `idle` (no batch is open), `stalled`, `ended` (in order), `gone` (its processes died) or `unseen` (on
+    another machine)."""
     problems: list[str]
 
 
 def _verdict(
     up: bool | None, released: bool, waits: Sequence[Why], stalled: int, lives: Sequence[RunnerIncarnation]
 ) -> Verdict:
-    """Return the run's verdict from why open batches wait, the number of stalled ones and the runners' lives.
+    """Return the state of the run and its problems.
 
-    `up`: True if its processes are there, None if it is on another machine; `released`: True if it ended in order.
+    `up`: whether its processes are alive, None if they are on another machine. `released`: whether the run ended in
+    order. `waits`: why open batches wait. `stalled`: number of stalled batches. `lives`: all processes of runners.
     """
     problems = []
     if up is False:
@@ -152,7 +152,7 @@ def _verdict(
 
 # --- curves ---------------------------------------------------------------------------------------------------------
 def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
-    """Return the points of each curve by its name, in order."""
+    """Group points by the name of their curve."""
     series: dict[str, list[Point]] = {}
     for point in points:
         series.setdefault(point.name, []).append(point)
@@ -160,9 +160,9 @@ def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
-    """Return data for charts.js: values by step, or, if a point lacks a step, in the order of their ends.
+    """Return data for charts.js: values by step, or by their order if a point has no step.
 
-    Of more than CURVE_POINTS values of x, each `means_of` neighbours become one point, their mean.
+    If there are more than CURVE_POINTS values of x, groups of `means_of` neighbours are averaged.
     """
     by_step = all(p.step is not None for points in series.values() for p in points)
     values: dict[float, dict[str, list[float]]] = {}
@@ -184,7 +184,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _throughput(run: Overview) -> dict[str, Any]:
-    """Return data for charts.js: response tokens a second over time."""
+    """Return data for charts.js: response tokens per second over time."""
     zone = datetime.now().astimezone().utcoffset() or timedelta()  # as the page's head shows it
     return {"x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
             "means_of": 1, "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
@@ -202,7 +202,10 @@ class Bin:
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | None:
-    """Return bars of equal width up to the 99th percentile, the last with all values beyond; None without values."""
+    """Return a histogram with bars of equal width; None without values.
+
+    The last bar ends at the 99th percentile, and also counts all values above it.
+    """
     if not values:
         return None
     ordered = sorted(values)

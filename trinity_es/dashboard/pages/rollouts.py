@@ -14,23 +14,23 @@ from trinity_es.projections.event_texts import kept_text
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, select_runs
 from trinity_es.safe_text import cut
 
-__all__ = ["NAV", "ROUTES", "rollout", "rollouts", "whole"]
+__all__ = ["NAV", "ROUTES", "rollout", "rollout_text", "rollouts"]
 
 PER_PAGE = 50
 NEWEST_BATCHES = 5
-"""Number of batches whose runs are listed if the request names no batch."""
+"""Number of batches whose runs are listed if the URL names no batch."""
 SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
 def _cached_timeline(request: PageRequest, batch_id: BatchId) -> BatchTimeline:
-    """Return a batch's timeline up to now, which the cache keeps. Raises BatchNotFound."""
+    """Return a batch's timeline up to now, from the cache. Raises BatchNotFound."""
     with batch_cache(request).of(request.log, batch_id) as cached:
         assert cached.timeline is not None
         return cached.timeline
 
 
 def rollouts(request: PageRequest) -> Page:
-    """Return the page `/rollouts?id=BATCH` of its runs; without an id, of the newest batches of a type."""
+    """Return the page `/rollouts?id=BATCH`: the runs of this batch, or without `id` of the newest batches."""
     batch_type = request.choice("type", ("train", "eval", "collect"), "train")
     batches: list[BatchTimeline] = []
     if request.text("id"):
@@ -49,7 +49,7 @@ def rollouts(request: PageRequest) -> Page:
     outcome = request.choice("outcome", outcomes) or None
     task = request.number("task", -1, low=-1) if request.text("task") else None
     rows = select_runs(all_rows, sort=sort, descending=descending, task=task, outcome=outcome)
-    number, pages = request.page_of(len(rows), PER_PAGE)
+    number, pages = request.page_number(len(rows), PER_PAGE)
     shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
     rewards = [row.reward for row in rows if row.reward is not None]
     watched_streams = tuple(batch_stream(b.batch_id) for b in batches) if request.text("id") else ("batch/",)
@@ -70,9 +70,9 @@ def rollouts(request: PageRequest) -> Page:
 
 
 def rollout(request: PageRequest) -> Page:
-    """Return the page `/rollout?id=BATCH&task=T&run=R&step=I` of experience number I of this run.
+    """Return the page `/rollout?id=BATCH&task=T&run=R&step=I`: one run, with its experience number I.
 
-    A run that has not ended yet has a page without experiences.
+    The page of a run that has not ended has no experiences.
     """
     batch = _cached_timeline(request, request.batch_id())
     if (page := _open_run_page(request, batch)) is not None:
@@ -101,11 +101,11 @@ def rollout(request: PageRequest) -> Page:
 
 
 def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
-    """Return the page of an open run; None for an ended or unknown run."""
+    """Return the page of a run that has not ended; None if the run has ended or does not exist."""
     task, run = request.number("task"), request.number("run")
     if batch.row(task, run) is not None or task >= len(batch.tasks) or run >= batch.tasks[task].runs:
         return None
-    # The record of what lost attempts had, from which the attempt that plays this run now goes on.
+    # Results of lost attempts that the current attempt of this run continues.
     kept = next((flight.kept for (unit_task, first_run), flight in batch.state.flights.items()
                  if unit_task == task and first_run <= run < first_run + flight.unit.runs), None)
     return Page(
@@ -115,8 +115,8 @@ def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
     )
 
 
-def whole(request: PageRequest) -> Attachment:
-    """Return the whole text of a rollout as a file; `/rollout.txt` has the parameters of `/rollout`."""
+def rollout_text(request: PageRequest) -> Attachment:
+    """Return the file `/rollout.txt`, the whole text of a rollout. Its URL parameters are those of `/rollout`."""
     batch = _cached_timeline(request, request.batch_id())
     row, run_experiences, step = _requested_run(request, batch)
     if not run_experiences.experiences:
@@ -126,24 +126,25 @@ def whole(request: PageRequest) -> Attachment:
 
 
 def _requested_run(request: PageRequest, batch: BatchTimeline) -> tuple[RunRow, RunExperiences, int]:
-    """Return the requested run, its experiences, and the index of the requested one. Raises BatchNotFound."""
+    """Return the requested run, its experiences, and the index of the requested experience. Raises BatchNotFound."""
     task, run = request.number("task"), request.number("run")
     row = batch.row(task, run)
     if row is None:
-        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or does not exist")
+        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or does not exist: "
+                            "the batch's page lists its tasks")
     [run_experiences] = rollout_values.read_runs(request.log, batch, [row])
     return row, run_experiences, min(request.number("step"), max(0, len(run_experiences.experiences) - 1))
 
 
 def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
-    """Return the ended runs before and after this one, by task and run."""
+    """Return the previous and the next ended run of the batch, in order of task and run."""
     ordered = sorted(batch.rows, key=lambda r: (r.task, r.run))
     i = next(i for i, r in enumerate(ordered) if r is row)
     return ordered[i - 1] if i else None, ordered[i + 1] if i + 1 < len(ordered) else None
 
 
 def _decoder(request: PageRequest) -> tuple[tokens.Decode | None, str]:
-    """Return the decoder of the run's tokens and its source (see `tokens.decoder`), loaded once per config."""
+    """Return the decoder of token ids and its name (see `tokens.decoder`). Loaded once per config."""
     _, config = request.log.config()
     entry: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = request.server_values.get("decoder")
     if entry is None or entry[0] != config:
@@ -153,4 +154,4 @@ def _decoder(request: PageRequest) -> tuple[tokens.Decode | None, str]:
 
 
 NAV = [Nav(name="rollouts", title="Rollouts", path="/rollouts", key="l")]
-ROUTES = [Route("/rollouts", rollouts), Route("/rollout", rollout), Route("/rollout.txt", whole)]
+ROUTES = [Route("/rollouts", rollouts), Route("/rollout", rollout), Route("/rollout.txt", rollout_text)]

@@ -22,8 +22,8 @@ __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 
 BATCHES_PER_PAGE = 10
 """Number of batches whose events one page of a runner reads."""
-MOST_EVENTS = 40
-MOST_LIVES = 200
+MAX_EVENTS = 40
+MAX_LIVES = 200
 WEIGHTS_EVENTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
 LIFE_EVENTS = (*RUNNER_LIFE, "WeightsFailed")
 SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
@@ -31,7 +31,7 @@ SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Bar on a line of time, in thousandths of its width."""
+    """Bar on a time line. `x` and `width` are in thousandths of the line's width."""
 
     x: float
     width: float
@@ -40,31 +40,31 @@ class Bar:
 
 
 def _log_period(request: PageRequest) -> tuple[float, float]:
-    """Return when the log's first and last event were recorded, in unix seconds; (0, 1) for an empty log."""
+    """Return the times of the log's first and last event, in unix seconds; (0, 1) for an empty log."""
     first = next(request.log.rare(limit=1), None)
     last = next(request.log.events(after=max(0, request.position - 1)), first)
     return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
 
 
 class _TimeLine:
-    """Line from `begin` to `end`, in unix seconds, on which bars are placed."""
+    """Time line from `begin` to `end` (unix seconds), on which bars are placed."""
 
     def __init__(self, begin: float, end: float) -> None:
         self._begin, self._seconds = begin, max(end - begin, 1e-9)
 
     def bar(self, start: float, stop: float, kind: str, title: str) -> Bar:
-        """Return the bar from `start` to `stop`, cut at the ends of the line, at least one thousandth wide."""
+        """Return a bar from `start` to `stop`, cut at the ends of the line and at least one thousandth wide."""
         x, x_stop = (round(1000 * min(1.0, max(0.0, (at - self._begin) / self._seconds)), 2) for at in (start, stop))
         return Bar(x=x, width=max(1.0, x_stop - x), kind=kind, title=title)
 
     def death(self, at: float, title: str) -> Bar:
-        """Return a short bar that ends just after this moment, so that it covers the end of the life's bar."""
+        """Return a short bar that ends just after this time, so that it covers the end of the process's bar."""
         moment = self.bar(at, at, "death", title)
         return replace(moment, x=max(0.0, moment.x - 3), width=4.0)
 
 
-def _bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
-    """Return one life of a runner as bars: loading, serving, death."""
+def _life_bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
+    """Return the bars of one process of a runner: loading, serving, death."""
     line, name = _TimeLine(begin, end), f"life {life.incarnation}"
     started_at = life.started_at or life.ready_at or life.ended_at or begin
     ended_at = life.ended_at if life.ended_at is not None else end
@@ -78,13 +78,13 @@ def _bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
 
 
 def _without_overlaps(bars: list[Bar]) -> list[Bar]:
-    """Return the bars without those that would cover another one of their kind; of these the first stays."""
+    """Drop bars that cover an earlier bar of the same kind."""
     bar_by_place = {(bar.kind, round(bar.x), round(bar.width)): bar for bar in reversed(bars)}
     return list(reversed(bar_by_place.values()))
 
 
 def _host_bars(lives: list[HostLife], begin: float, end: float) -> list[Bar]:
-    """Return the lives of a host as bars: joined, draining, lost."""
+    """Return the bars of a host: joined, draining, lost."""
     line, bars = _TimeLine(begin, end), list[Bar]()
     for life in lives:
         name = f"epoch {life.epoch}"
@@ -99,7 +99,7 @@ def _host_bars(lives: list[HostLife], begin: float, end: float) -> list[Bar]:
 
 
 def runners(request: PageRequest) -> Page:
-    """Return the page `/runners`, a line per runner with its last life and the cost of its deaths, grouped by host."""
+    """Return the page `/runners`: a line per runner, by host, with its newest process and the cost of its deaths."""
     begin, end = _log_period(request)
     sort = request.choice("sort", SORTS, "runner")
     descending = request.choice("order", ("up", "down"), "up") == "down"
@@ -114,7 +114,7 @@ def runners(request: PageRequest) -> Page:
         for row in (read_hosts(request.log, count_units=False) if host_lives else ())
     ]
     runners.sort(key=lambda runner: natural(host_of(runner.name)))  # a stable sort: each host keeps the order
-    lines = [(runner, _without_overlaps([bar for life in runner.all for bar in _bars(life, begin, end)]))
+    lines = [(runner, _without_overlaps([bar for life in runner.all for bar in _life_bars(life, begin, end)]))
              for runner in runners]
     return Page(
         template="runners.html", title="Runners", nav="runners", watch=("runner/", "weights", "hosts"),
@@ -126,15 +126,15 @@ def runners(request: PageRequest) -> Page:
 
 
 def runner(request: PageRequest) -> Page:
-    """Return the page `/runner?name=N&life=I`: its lives, and the weights and work of one life or of all."""
+    """Return the page `/runner?name=N&life=I`: a runner's processes, and the weights and work of one or all of them."""
     name = request.text("name")
     lives = [life for life in request.log.runner_lives() if life.runner == name]
     if not lives:
-        raise RunnerNotFound(f"no runner {name!r} in {request.log.url}")
+        raise RunnerNotFound(f"there is no runner {name!r} in {request.log.url}: the page /runners lists all runners")
     incarnation = request.number("life") if request.text("life") else None
     chosen = [life for life in lives if incarnation in (None, life.incarnation)]
     begin, end = _log_period(request)
-    number, pages = request.page_of(request.log.count_batches(), BATCHES_PER_PAGE)
+    number, pages = request.page_number(request.log.count_batches(), BATCHES_PER_PAGE)
     weights_events, life_events = _newest_events(request, name, incarnation)
     work_rows = []
     for row in request.log.batches(sort="position", descending=True, limit=BATCHES_PER_PAGE,
@@ -148,29 +148,30 @@ def runner(request: PageRequest) -> Page:
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
             "name": name, "up": request.log.processes()["up"], "visible_state": visible_state,
-            "lives": lives[: -MOST_LIVES - 1 : -1], "lives_left": max(0, len(lives) - MOST_LIVES), "life": incarnation,
+            "lives": lives[: -MAX_LIVES - 1 : -1], "lives_left": max(0, len(lives) - MAX_LIVES), "life": incarnation,
             "begin": begin, "end": end,
-            "bars": _without_overlaps([bar for life in chosen for bar in _bars(life, begin, end)]),
-            "versions": weights_events, "events": [(r, summary(r.event)) for r in life_events], "most": MOST_EVENTS,
+            "bars": _without_overlaps([bar for life in chosen for bar in _life_bars(life, begin, end)]),
+            "versions": weights_events, "events": [(r, summary(r.event)) for r in life_events], "most": MAX_EVENTS,
             "work_rows": work_rows, "page_number": number, "pages": pages, "per_page": BATCHES_PER_PAGE,
         },
     )
 
 
 def _newest_events(request: PageRequest, name: str, incarnation: int | None) -> list[list[Recorded]]:
-    """Return the runner's last WEIGHTS_EVENTS and its last LIFE_EVENTS, the newest first, of one life or of all.
+    """Return the runner's last WEIGHTS_EVENTS and its last LIFE_EVENTS, the newest first.
 
-    Only the end of the log is searched if it has enough of them; else the runner's whole stream is.
+    `incarnation`: only events of this process; None for all. The end of the log is searched first, and the runner's
+    whole stream only if that has too few.
     """
     stream, type_groups = f"runner/{name}", (WEIGHTS_EVENTS, LIFE_EVENTS)
     if incarnation is None:
-        log_ends = [islice(request.log.rare(types, descending=True), 50 * MOST_EVENTS) for types in type_groups]
-        event_lists = [[r for r in log_end if r.stream == stream][:MOST_EVENTS] for log_end in log_ends]
-        if all(len(events) == MOST_EVENTS for events in event_lists):
+        log_ends = [islice(request.log.rare(types, descending=True), 50 * MAX_EVENTS) for types in type_groups]
+        event_lists = [[r for r in log_end if r.stream == stream][:MAX_EVENTS] for log_end in log_ends]
+        if all(len(events) == MAX_EVENTS for events in event_lists):
             return event_lists
     own_events = [r for r in request.log.read(stream=stream, types=sorted({*WEIGHTS_EVENTS, *LIFE_EVENTS}))
                   if incarnation is None or orjson.loads(r.data)["incarnation"] == incarnation]
-    return [[r for r in reversed(own_events) if r.type in types][:MOST_EVENTS] for types in type_groups]
+    return [[r for r in reversed(own_events) if r.type in types][:MAX_EVENTS] for types in type_groups]
 
 
 NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]

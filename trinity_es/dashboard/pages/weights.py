@@ -1,4 +1,4 @@
-"""The pages of all versions of the weights, with the LoRA adapters, and of one version."""
+"""The page of all weights versions and LoRA adapters, and the page of one weights version."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVer
 __all__ = ["NAV", "ROUTES", "weights"]
 
 PER_PAGE = 40
-MOST_ADAPTER_EVENTS = 2000
-"""Maximum number of events of LoRA adapters that the page reads, the newest ones."""
-MOST_BATCHES = 200
+MAX_ADAPTER_EVENTS = 2000
+"""Maximum number of events of LoRA adapters that the page reads, beginning with the newest."""
+MAX_BATCHES = 200
 """Maximum number of batches on the page of one version."""
 
 
 def weights(request: PageRequest) -> Page:
-    """Return the page `/weights` of all versions, the newest first, or with `?version=V` of one."""
+    """Return the page `/weights` of all versions, the newest first, or with `?version=V` of one version."""
     if request.text("version"):
         return _version_page(request, request.number("version"))
     total, deliveries = request.log.count_weights(), request.log.deliveries_by_version()
-    number, pages = request.page_of(total, PER_PAGE)
+    number, pages = request.page_number(total, PER_PAGE)
     versions = request.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
-    adapter_events = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=MOST_ADAPTER_EVENTS))
+    adapter_events = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=MAX_ADAPTER_EVENTS))
     adapters = adapter_history(reversed(adapter_events))
     return Page(
         template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/", "adapter/"),
@@ -37,7 +37,7 @@ def weights(request: PageRequest) -> Page:
 
 
 def _version_page(request: PageRequest, version: int) -> Page:
-    """Return the page of one version: who loaded it and when, and the batches that it made. Raises WeightNotFound."""
+    """Return the page of one version: its loads by runners, and the batches that it made. Raises WeightNotFound."""
     published = next(iter(request.log.weights(version=version)), None)
     loads_at_start = [
         WeightsLoad(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
@@ -50,9 +50,10 @@ def _version_page(request: PageRequest, version: int) -> Page:
         loads += [(load, "loaded it") for load in published.loads]
         loads += [(load, "failed to load it") for load in published.failures]
     loads.sort(key=lambda pair: pair[0].at)
-    batches = request.log.batches_made_by(version, MOST_BATCHES)
+    batches = request.log.batches_made_by(version, MAX_BATCHES)
     if published is None and not loads_at_start and not batches:
-        raise WeightNotFound(f"no version {version} of the weights in {request.log.url}")
+        raise WeightNotFound(f"there is no version {version} of the weights in {request.log.url}: the page /weights "
+                             "lists all versions")
     return Page(
         template="weights_version.html", title=f"Weights version {version}", nav="weights",
         watch=("weights", "runner/"),
@@ -61,14 +62,14 @@ def _version_page(request: PageRequest, version: int) -> Page:
             "count": request.log.deliveries_by_version().get(version, 0),
             "newest": max((w.version for w in request.log.weights(limit=1)), default=None),
             "batches": [(stream.removeprefix("batch/"), count) for stream, count in batches],
-            "most": MOST_BATCHES,
+            "most": MAX_BATCHES,
             "lag": _load_delays(published) if published is not None else None,
         },
     )
 
 
 def _load_delays(version: WeightsVersion) -> tuple[float, float] | None:
-    """Return the seconds from the publication until the first and the last engine had loaded it; None without loads."""
+    """Return the seconds from publication to the first and to the last load by an engine; None without loads."""
     delays = [load.at - version.published_at for load in version.loads]
     return (min(delays), max(delays)) if delays else None
 

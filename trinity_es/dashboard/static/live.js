@@ -65,7 +65,7 @@
     source = new EventSource(`/live?after=${position}&log=${encodeURIComponent(body.dataset.generation)}`);
     source.onopen = () => { again = 0; dot("on", "live"); if (wanted) refresh(); };
     source.onerror = () => {
-      dot("off", "the dashboard does not answer; it is asked again and again");
+      dot("off", "the dashboard does not answer; trying again");
       if (source.readyState !== EventSource.CLOSED) return;
       setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
       refresh();  // a restarted server may need another token, and its answer says so

@@ -1,4 +1,4 @@
-"""The ground of `sample_log`: a clock of its own, runners that load, a trainer, and a log with these times."""
+"""Base of the model in `sample_log`: simulated time, runners, a trainer, and a log with simulated times."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from trinity_es.events.store.records.log_values import Draft
 from trinity_es.events.values import BatchId, batch_stream
 
 START = 1_772_352_000.0
-"""2026-03-01T08:00:00Z: when a finished or dead run began."""
+"""2026-03-01T08:00:00Z, the time at which a finished or dead run began."""
 EVAL_EVERY = 10
 COMMIT = 2_000
-"""Events of one commit."""
+"""Maximum number of events in a commit."""
 RUNNERS, PLACES = 4, 8
 WORDS = ["river", "stone", "candle", "window", "forest", "silver", "garden", "planet", "mirror", "ladder", "ocean"]
 
@@ -39,21 +39,21 @@ HOSTILE = (
     "\U0001f9ea\u0301\u0301\u0301 \ud7ff\ue000 e\u0301",
     "{{7*7}} ${7*7} {% raw %} <!-- ]]> -->",
 )
-"""Texts that are harmless only where they are shown as text. The tokens beside them are no UTF-8; a lone surrogate can
-be in neither an event nor an experience, both refuse it."""
+"""Texts that are harmless only if they are shown as text. The tokens beside them are not UTF-8. None has a lone
+surrogate, which events and experiences refuse."""
 
 
 class TimedLog(EventLog):
-    """Log whose events have the model's times instead of the clock's."""
+    """Log whose events have simulated times."""
 
     times: list[float]
 
     def append(self, *args: Any, **more: Any) -> Any:
-        """Append without a boot id, so that two logs of the same arguments are equal byte for byte."""
+        """Append without a boot id, so that equal arguments give two logs that are equal byte for byte."""
         return super().append(*args, **{**more, "metadata": {"mono": 0.0, "boot": "", **(more.get("metadata") or {})}})
 
     def _clock_row(self, *_: Any) -> None:
-        """Return none: the model's clock is never set."""
+        """Return no row about the clock, since the simulated clock is never set."""
 
     def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
         (made,) = drafts
@@ -78,15 +78,15 @@ class RunnerModel:
     speed: float = 1.0
 
 
-class Ground:
-    """Heap of future happenings, and the log entries that they make."""
+class SimulatedRun:
+    """Simulated run: a heap of future actions, the state of runners and trainer, and the log entries that they make."""
 
     def __init__(
         self, log: TimedLog, lease: Lease, store: PayloadStore | None, seed: int, batches: int, tasks: int, runs: int,
         hostile: bool, alive: bool, progress: Callable[[int], None] | None,
     ) -> None:
         self.log, self.lease, self.store, self.alive = log, lease, store, alive
-        self.chance, self.ink = random.Random(seed), random.Random(seed + 1)  # events and payloads draw apart
+        self.chance, self.ink = random.Random(seed), random.Random(seed + 1)  # for events, and for payloads
         self.batches, self.tasks, self.runs, self.hostile, self.progress = batches, tasks, runs, hostile, progress
         self.now = START
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -113,7 +113,7 @@ class Ground:
 
     @property
     def made(self) -> int:
-        """Number of events so far, written or not."""
+        """Number of events so far, including those that are not written yet."""
         return self.written + len(self.entries)
 
     def tell(self, stream: str, event: ev.Event) -> Entry:
@@ -122,7 +122,7 @@ class Ground:
         self.entries.append(entry)
         return entry
 
-    def nasty(self, otherwise: str) -> str:
+    def hostile_or(self, otherwise: str) -> str:
         return self.chance.choice(HOSTILE) if self.hostile else otherwise
 
     def begin(self) -> None:
@@ -134,8 +134,8 @@ class Ground:
             self.start(runner)
         self.run_until(lambda: all(r.up for r in self.runners))
 
-    def coordinator_starts_anew(self) -> None:
-        """Another coordinator takes the lease, between two batches."""
+    def change_coordinator(self) -> None:
+        """Let another coordinator take the lease, between two batches."""
         self.flush()
         self.lease = self.log.acquire_lease("coordinator", self.lease.owner)
         self.tell("system", ev.SystemConfigured(config=self._config()))
@@ -152,7 +152,7 @@ class Ground:
                          "dynamic_timeout": {"enable": False, "ratio": 3.0, "warmup_min_steps": 3}},
             "buffer": {"batch_size": self.tasks, "total_steps": self.batches},
             "algorithm": {"repeat_times": self.runs, "algorithm_type": "grpo"},
-            "model": {"model_path": self.nasty("models/tiny")},
+            "model": {"model_path": self.hostile_or("models/tiny")},
             "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1},
         }
 
@@ -161,7 +161,7 @@ class Ground:
         runner.incarnation, runner.up, runner.free, runner.version = self.incarnations, False, PLACES, self.published
         life = runner.incarnation
         self.tell(f"runner/{runner.name}", ev.RunnerStarted(
-            runner=runner.name, incarnation=life, pid=2**22 - 100 - life, host=self.nasty("node-1"), engine="vllm",
+            runner=runner.name, incarnation=life, pid=2**22 - 100 - life, host=self.hostile_or("node-1"), engine="vllm",
         ))
         seconds = round(self.chance.uniform(4.0, 9.0), 3)
 
@@ -176,7 +176,7 @@ class Ground:
         self.at(seconds, ready)
 
     def train(self, number: int) -> None:
-        """Let the trainer take its step while the next batch runs, and publish its weights."""
+        """Schedule the trainer's step and the publication of its weights, while the next batch runs."""
         self.training = number
 
         def trained() -> None:
@@ -206,7 +206,7 @@ class Ground:
             if self.chance.random() < 0.003:
                 self.tell(f"runner/{runner.name}", ev.WeightsFailed(
                     runner=runner.name, incarnation=life, version=version,
-                    error=self.nasty("SyncError: model.safetensors is cut off")))
+                    error=self.hostile_or("SyncError: model.safetensors is cut off")))
                 return
             runner.version = version
             self.tell(f"runner/{runner.name}", ev.WeightsLoaded(
@@ -228,7 +228,7 @@ class Ground:
 
     def flush(self) -> None:
         """Write the pending entries in order."""
-        if self.alive:  # it goes on now
+        if self.alive:  # shift the entries, so that the run goes on at the present time
             later = time.time() - self.now
             for entry in self.entries:
                 entry.at += later
@@ -255,5 +255,5 @@ class Ground:
             self.progress(self.written)
 
     def dispatch(self) -> None:
-        """Give waiting units to free places."""
+        """Assign waiting units to free places."""
         raise NotImplementedError
