@@ -44,7 +44,7 @@ from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.http_server import begin, listen, url_of
+from trinity_es.actors.serving.http_server import listen, start_serving, url_of
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.config.config import load_config
 from trinity_es.system import running_system
@@ -79,7 +79,7 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # the benchmark ends it itself
-    serving = await begin(server, listening)
+    serving = await start_serving(server, listening)
     door = EngineServer(engine, name=NAME, token=TOKEN)
     url = await door.start()
     runs = Model(engine)

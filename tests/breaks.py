@@ -172,7 +172,7 @@ BREAKS = (
           "[p for p in self._ports if len(seal) == len(_seal(self._key, p, self._size, head))]",
           "full/actors/test_door.py::test_a_frame_without_the_seal_is_dropped_unread_and_harms_nothing"),
     Break(11, "An engine's endpoint answers who shows no token.", "actors/serving/engine_server.py",
-          'if not hmac.compare_digest(bearer(headers), f"Bearer {self.token}".encode()):', "if not self.token:",
+          'if not hmac.compare_digest(bearer_header(headers), f"Bearer {self.token}".encode()):', "if not self.token:",
           "full/actors/test_serving.py::test_p15_without_the_token_it_is_401"),
     Break(11, "The head takes hosts in without the key.", "actors/hosts/link.py",
           'if not hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode()):', "if not shown:",

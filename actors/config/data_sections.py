@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trinity_es.actors.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling_checks import merged
+from trinity_es.actors.engines.sampling_checks import with_options
 from trinity_es.actors.plugin_lookup import registered
 from trinity_es.events.errors import DataError
 
@@ -140,7 +140,7 @@ class TasksetConfig(Section):
     @field_validator("rollout_args")
     @classmethod
     def _check_sampling(cls, args: dict[str, Any]) -> dict[str, Any]:
-        merged(Sampling(), args, DataError, "is wrong")
+        with_options(Sampling(), args, DataError, "is wrong")
         return args
 
     @model_validator(mode="after")

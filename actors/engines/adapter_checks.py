@@ -1,4 +1,4 @@
-"""Checks of LoRA adapter folders in PEFT's format: can engines serve them? Imports neither torch nor vllm nor peft."""
+"""Checks that engines can serve a LoRA adapter folder in PEFT's format. Imports neither torch nor vllm nor peft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from trinity_es.events.errors import SyncError
 
-__all__ = ["CONFIG", "TENSORS", "AdapterFiles", "checked_adapter", "require_same"]
+__all__ = ["CONFIG", "TENSORS", "AdapterFiles", "checked_adapter", "require_unchanged"]
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
@@ -22,19 +22,19 @@ _NOT_SERVED = (
     "use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
     "modules_to_save",
 )
-"""Settings of adapter_config.json beyond plain LoRA; vLLM refuses all of them."""
+"""Settings in adapter_config.json beyond plain LoRA, all of which vLLM refuses."""
 _PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of `init_lora_weights` that leave the base model's weights unchanged; the others change them."""
 _EXPONENT_BITS: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0x7FF0000000000000), "F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Dtypes that an adapter may have: an unsigned integer of the same width, and the exponent bits of NaN and infinity."""
+"""Allowed dtypes: for each an unsigned integer of the same width, and the exponent bits that NaN and infinity have."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """Facts of an adapter folder: highest rank of its modules, size in bytes and SHA-256 of its two files."""
+    """Highest rank of an adapter's modules; size in bytes and SHA-256 of its two files."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class AdapterFiles:
 def checked_adapter(
     path: str | Path, *, max_rank: int | None = None, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> AdapterFiles:
-    """Return the facts of an adapter folder. Raises SyncError if it can't be served over a model of these `shapes`."""
+    """Check an adapter folder. Raises SyncError if it can't be served over a model with these tensor shapes."""
     folder = Path(path)
     try:
         settings = (folder / CONFIG).read_bytes()
@@ -56,36 +56,37 @@ def checked_adapter(
             f"{folder} holds no adapter in PEFT's format: {problem}. Save one with model.save_pretrained(folder)"
         ) from e
     try:
-        rank = max(_rank(settings), _rank_of_tensors(data, shapes))
+        rank = max(_rank_in_config(settings), _rank_of_tensors(data, shapes))
     except ValueError as e:
         raise SyncError(f"the adapter at {folder} can't be served: {e}") from e
     if max_rank is not None and rank > max_rank:
         raise SyncError(
-            f"the adapter at {folder} can't be served: its rank is {rank}, and engines take at most {max_rank}: raise "
+            f"the adapter at {folder} can't be served: its rank is {rank}, and engines take at most {max_rank}. Raise "
             "explorer.rollout_model.lora.max_rank and restart"
         )
     digest = hashlib.sha256(hashlib.sha256(settings).digest() + hashlib.sha256(data).digest()).hexdigest()
     return AdapterFiles(rank, len(settings) + len(data), digest)
 
 
-def require_same(path: str | Path, digest: str, files: AdapterFiles) -> None:
+def require_unchanged(path: str | Path, digest: str, files: AdapterFiles) -> None:
+    """Raise SyncError if the files read from `path` do not have the published digest."""
     if files.digest != digest:
         raise SyncError(f"the files at {path} changed since they were published: publish them as a new version")
 
 
-def _rank(settings: bytes) -> int:
+def _rank_in_config(settings: bytes) -> int:
     """Return the highest rank in adapter_config.json. Raises ValueError if it describes anything but plain LoRA."""
     try:
         config = json.loads(settings)
     except ValueError as e:
         raise ValueError(f"{CONFIG} is not JSON ({e})") from e
     if not isinstance(config, dict):
-        raise ValueError(f"{CONFIG} is not a JSON object")
+        raise ValueError(f"{CONFIG} is not a JSON object: save the adapter with model.save_pretrained(folder)")
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type in {CONFIG} is {config.get('peft_type')!r}, not 'LORA'")
+        raise ValueError(f"peft_type in {CONFIG} is {config.get('peft_type')!r}: engines serve 'LORA' only")
     for key in _NOT_SERVED:
         if config.get(key):
-            raise ValueError(f"{key} is set in {CONFIG}: engines serve plain LoRA only")
+            raise ValueError(f"{key} is set in {CONFIG}: engines serve plain LoRA only, so train without it")
     if config.get("bias", "none") != "none":
         raise ValueError(f"bias in {CONFIG} is {config['bias']!r}: engines serve adapters without biases only")
     initialization = config.get("init_lora_weights", True)
@@ -107,9 +108,9 @@ def _rank(settings: bytes) -> int:
 
 
 def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) -> int:
-    """Return the highest rank of an adapter's tensors. Raises ValueError if they don't fit together, or the model."""
+    """Return the highest rank of an adapter's tensors. Raises ValueError if they don't fit together or to the model."""
     half_shapes: dict[str, dict[str, list[int]]] = {}  # by module, then by half: A or B
-    for name, dtype, shape, content in _tensors(data):
+    for name, dtype, shape, content in _read_tensors(data):
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ValueError(
@@ -128,12 +129,12 @@ def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) ->
 
 
 def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[str, Sequence[int]] | None) -> int:
-    """Return the rank of a module from the shapes of its halves. `shapes`: of the served model's tensors, if known."""
+    """Return the rank of a module from the shapes of its matrices A and B. Raises like `_rank_of_tensors`."""
     for half, other in ("A", "B"), ("B", "A"):
         if half not in halves:
             raise ValueError(f"{TENSORS}: {module} has lora_{other} and no lora_{half}")
     a, b = halves["A"], halves["B"]
-    if ".experts" in module:  # the layout of experts' matrices depends on the model: the engine checks it
+    if ".experts" in module:  # the layout of experts' matrices depends on the model, so only the engine can check it
         return 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, expected [rank, in] and [out, rank]")
@@ -147,7 +148,7 @@ def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[s
 
 
 def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
-    """Return the shape of a module's weight. Checkpoints of some models have another prefix before `layers.`."""
+    """Return the shape of a module's weight; None if there is none. Models have different prefixes before `layers.`."""
     shape = shapes.get(f"{module}.weight")
     if shape is None and "layers." in module:
         tail = f".{module[module.index('layers.'):]}.weight"
@@ -155,8 +156,8 @@ def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[in
     return shape
 
 
-def _tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
-    """Return name, dtype, shape and content of each tensor in a safetensors file. Raises ValueError."""
+def _read_tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
+    """Return name, dtype, shape and content of each tensor in a safetensors file. Raises ValueError for a bad file."""
     from safetensors import SafetensorError, deserialize
 
     try:

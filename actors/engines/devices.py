@@ -1,7 +1,7 @@
-"""Assignment of GPUs or cores to engines: each gets the next free ones, and they share only if there are too few.
+"""Assignment of GPUs or CPU cores to engines. Each engine gets the next free ones; with too few, engines share.
 
-A runner sets `CUDA_VISIBLE_DEVICES` before anything of CUDA is imported. Without a GPU it sets
-`VLLM_CPU_OMP_THREADS_BIND`, since vLLM by itself binds the threads of all engines to the same cores.
+A runner sets `CUDA_VISIBLE_DEVICES` before anything imports CUDA. Without a GPU it sets `VLLM_CPU_OMP_THREADS_BIND`,
+since vLLM by itself binds the threads of all engines to the same cores.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["chosen", "cores", "counted", "lacking", "place", "placed", "share", "visible"]
+__all__ = [
+    "core_share", "cuda_visible_devices", "device_counts", "device_environment", "engine_beyond_gpus", "first_gpus",
+    "usable_cores", "visible_gpus",
+]
 
 
-def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the index of each engine's first GPU by runner. `engines`: (runner's name, number of GPUs), in order."""
+def first_gpus(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the index of each runner's first GPU, by name. `engines`: (runner's name, number of GPUs), in order."""
     first_gpu = 0
-    first_gpus = {}
+    first_by_name = {}
     for name, count in engines:
-        first_gpus[name] = first_gpu
+        first_by_name[name] = first_gpu
         first_gpu += count
-    return first_gpus
+    return first_by_name
 
 
-def visible() -> list[str]:
+def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
@@ -33,23 +36,23 @@ def visible() -> list[str]:
     return [str(n) for n in range(count)]
 
 
-def chosen(names: Sequence[str], first: int, count: int) -> str | None:
-    """Return `CUDA_VISIBLE_DEVICES` for an engine of `count` GPUs; None: leave it unset, also if there are too few.
+def cuda_visible_devices(names: Sequence[str], first: int, count: int) -> str | None:
+    """Return `CUDA_VISIBLE_DEVICES` for an engine of `count` GPUs, from index `first` of `names`; None if it has fewer.
 
-    If all engines together need more GPUs than there are, they share them (`gpu_memory_utilization` limits each).
+    The index wraps around. So engines share GPUs if there are too few for all (`gpu_memory_utilization` limits each).
     """
     if not names or count > len(names):
         return None
     return ",".join(names[(first + i) % len(names)] for i in range(count))
 
 
-def lacking(engines: Iterable[tuple[str, int]], gpus: int) -> str:
-    """Return the first engine that needs more GPUs than there are; "" if none does, or on a machine without GPUs."""
+def engine_beyond_gpus(engines: Iterable[tuple[str, int]], gpus: int) -> str:
+    """Return the first engine that alone needs more than `gpus` GPUs; "" if none does, or if `gpus` is 0."""
     return next((name for name, count in engines if 0 < gpus < count), "")
 
 
-def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Return the CPUs that this process may use, one per physical core; [] if the system does not report them."""
+def usable_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Return the CPUs that this process may use, one per physical core; [] if the system can't tell."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cpu_by_siblings: dict[str, int] = {}  # the CPUs of one physical core name the same siblings
@@ -62,11 +65,11 @@ def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
     return list(cpu_by_siblings.values())
 
 
-def share(cpus: Sequence[int], number: int, engine_count: int) -> list[int]:
-    """Return the cores for the threads of engine `number` (from 0) of `engine_count`; [] if vLLM is to choose.
+def core_share(cpus: Sequence[int], number: int, engine_count: int) -> list[int]:
+    """Return the cores for the threads of engine `number` (from 0) of `engine_count`; [] to let vLLM choose.
 
-    One core of each engine's share is left to its scheduler process, as vLLM itself does. So nothing is bound with
-    fewer than two cores per engine: with both cores of a machine bound, two engines served a third as fast as on one.
+    One core of each engine's share is left to its scheduler process, as vLLM itself does. With fewer than two cores per
+    engine vLLM chooses: when both cores of a machine were bound, two engines served a third as fast as on one.
     """
     if engine_count < 2 or len(cpus) < 2 * engine_count:
         return []
@@ -74,17 +77,17 @@ def share(cpus: Sequence[int], number: int, engine_count: int) -> list[int]:
     return list(cpus[begin : end - 1])
 
 
-def counted() -> dict[str, int]:
-    return {"gpus": len(visible()), "cores": len(cores())}
+def device_counts() -> dict[str, int]:
+    return {"gpus": len(visible_gpus()), "cores": len(usable_cores())}
 
 
-def place(first: int, count: int, device_count: int) -> dict[str, str]:
+def device_environment(first: int, count: int, device_count: int) -> dict[str, str]:
     """Return the environment variables that pin an engine to `count` of `device_count` devices, from `first` on."""
-    names = visible()
+    names = visible_gpus()
     if names:
-        gpus = chosen(names, first, count)
+        gpus = cuda_visible_devices(names, first, count)
         return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    cpus = share(cores(), first, device_count) if count == 1 else []
+    cpus = core_share(usable_cores(), first, device_count) if count == 1 else []
     if not cpus or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}

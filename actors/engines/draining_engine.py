@@ -1,4 +1,4 @@
-"""An engine whose open requests end before its weights change (`synchronizer.in_flight: finish`)."""
+"""Engine wrapper that lets open requests end before the weights change (`synchronizer.in_flight: finish`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["FinishingEngine"]
 
 
 class FinishingEngine:
-    """An `Engine` around another. Before a change of weights it waits until all open requests have ended.
+    """Wrapper of an `Engine`. Before a change of weights it waits until all open requests have ended.
 
-    New requests wait until the weights are loaded. After `seconds` the weights are loaded anyway, and the other engine
-    decides what becomes of the requests that are still open. All the rest is the other engine's.
+    New requests wait until the weights are loaded. After `seconds` the weights are loaded anyway, and the wrapped
+    engine decides what happens to requests that are still open. All other attributes are the wrapped engine's.
     """
 
     def __init__(self, engine: Engine, seconds: float) -> None:
@@ -36,29 +36,29 @@ class FinishingEngine:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling, **more: Any) -> list[Completion]:
-        """Return the engine's answers once requests may begin, with their version spans if those are sure."""
-        async with self._request() as version:
+        """Generate once requests may begin. If the weights did not change meanwhile, answers have version spans."""
+        async with self._open_request() as version:
             answers = await self._engine.generate(prompt, sampling, **more)
-            return [self._stamped(answer, version, len(answer.token_ids)) for answer in answers]
+            return [self._with_version_span(answer, version, len(answer.token_ids)) for answer in answers]
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield the parts of an answer; the last one has version spans like those of `generate`."""
+        """Yield the parts of an answer. The last part has version spans as in `generate`."""
         count = 0
-        async with self._request() as version, contextlib.aclosing(self._engine.stream(prompt, sampling)) as parts:
+        async with self._open_request() as version, contextlib.aclosing(self._engine.stream(prompt, sampling)) as parts:
             async for part in parts:
                 count += len(part.token_ids)
-                yield self._stamped(part, version, count) if part.finish_reason else part
+                yield self._with_version_span(part, version, count) if part.finish_reason else part
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, **more: Any) -> list[float]:
-        async with self._request():
+        async with self._open_request():
             return await self._engine.logprobs(token_ids, temperature, **more)
 
     async def _application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
-        """Return the engine's own HTTP application. Each POST counts as a request."""
+        """Return the engine's own HTTP application, in which each POST counts as an open request."""
         application = await cast(Any, self._engine).application(name, recording)
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
-            async with self._request() if scope.get("method") == "POST" else contextlib.nullcontext():
+            async with self._open_request() if scope.get("method") == "POST" else contextlib.nullcontext():
                 await application(scope, receive, send)
 
         return answer
@@ -73,9 +73,9 @@ class FinishingEngine:
             await cast(ReceivesWeights, self._engine).receive_weights(version, path, timeout)
 
     @contextlib.asynccontextmanager
-    async def _request(self) -> AsyncIterator[int]:
-        """Context of a request, entered once it may begin; it gives the model version that the request begins with."""
-        while not self._gate.is_set():  # another change may follow at once
+    async def _open_request(self) -> AsyncIterator[int]:
+        """Wait until requests may begin, then count one as open. The context's value is the current model version."""
+        while not self._gate.is_set():  # the next change may close it again at once
             await self._gate.wait()
         self._open_count += 1
         self._idle.clear()
@@ -88,7 +88,7 @@ class FinishingEngine:
 
     @contextlib.asynccontextmanager
     async def _without_requests(self) -> AsyncIterator[None]:
-        """Context that holds new requests back, entered when no request is open or after `seconds`."""
+        """Hold new requests back, and enter the context when no request is open or `seconds` have passed."""
         async with self._change_lock:
             self._gate.clear()
             try:
@@ -99,8 +99,8 @@ class FinishingEngine:
             finally:
                 self._gate.set()
 
-    def _stamped(self, answer: Completion, version: int, count: int) -> Completion:
-        """Return an answer with `version` for its `count` tokens, unless it has versions or they changed meanwhile."""
+    def _with_version_span(self, answer: Completion, version: int, count: int) -> Completion:
+        """Return an answer with `version` for its `count` tokens, unless it has spans or the version has changed."""
         if answer.version_spans or self._engine.model_version != version:
             return answer
         return replace(answer, version_spans=((version, 0, count),))

@@ -1,4 +1,4 @@
-"""The small async interface between a runner and its inference engine. Nothing here knows vLLM.
+"""The async interface between a runner and its inference engine. Nothing here knows vLLM.
 
 A runner finds its engine class by the name in its config (`"module:Class"`), builds it with an `EngineConfig`, awaits
 `start()` once, then calls `generate` from many coroutines at a time, all on one event loop.
@@ -31,7 +31,7 @@ class LoRASettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings that an engine is built with. `options` go to its class unchanged (AsyncEngineArgs for vLLM)."""
+    """Settings of an engine. `options` go to the engine's class unchanged (for vLLM: fields of AsyncEngineArgs)."""
 
     model_path: str
     seed: int = 0
@@ -69,14 +69,14 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     json_schema: str = ""
-    """Schema of the JSON that the answer must be, as JSON text (`{}`: any object); empty: any text."""
+    """JSON schema, as text, that the answer must match (`{}`: any object); empty: any text."""
     top_logprobs: int = 0
-    """Number of likeliest tokens whose logprobs come with each sampled token."""
+    """Number of likeliest tokens whose logprobs are returned beside each sampled token."""
     adapter: str = ""
-    """The LoRA adapter that answers, in the version served when the request arrives; empty: the model itself."""
+    """Name of the LoRA adapter to use, in the version served when the request arrives; empty: the model itself."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields that repeat a request: all up to `ignore_eos`, and others that are not the default."""
+        """Return the fields needed to repeat a request: all up to `ignore_eos`, and others that are not the default."""
         values = {name: getattr(self, name) for name in _ALWAYS_RECORDED}
         values["stop"] = list(self.stop)
         return values | {name: value for name, default in _RECORDED_IF_SET if (value := getattr(self, name)) != default}
@@ -99,17 +99,17 @@ class Completion:
     finish_reason: str
     """`stop`, `length` or `abort`; empty in every item of a stream except the last."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """The `Sampling.top_logprobs` likeliest tokens at each place with their logprobs, likeliest first."""
+    """The `Sampling.top_logprobs` likeliest tokens at each position with their logprobs, likeliest first."""
     adapter: tuple[str, int] | None = None
-    """Name and version of the LoRA adapter that made it; None: the model itself did."""
+    """Name and version of the LoRA adapter that generated the answer; None: the model itself did."""
     version_spans: tuple[tuple[int, int, int], ...] = ()
-    """`(model_version, start, end)`: the weights that made the tokens `[start, end)`; empty if unknown."""
+    """`(model_version, start, end)`: the weights that generated the tokens `[start, end)`; empty if unknown."""
     splices: tuple[int, ...] = ()
-    """Offsets at which an attempt went on with the tokens that an earlier attempt had."""
+    """Offsets in `token_ids` at which a new attempt continued the tokens of an earlier attempt."""
 
     @staticmethod
     def joined(parts: Sequence[Completion]) -> Completion:
-        """Join the parts of a stream into the whole answer."""
+        """Return the whole answer, joined from the parts of a stream."""
         last = parts[-1]  # the only part with finish_reason and version spans
         return replace(
             last, token_ids=[t for p in parts for t in p.token_ids], text="".join(p.text for p in parts),
@@ -119,8 +119,7 @@ class Completion:
 
 
 REQUEST_NAME: ContextVar[str] = ContextVar("request_name", default="")
-"""The caller's name for the request that it makes of an engine. Not an argument of `generate`, so that an engine of a
-user may change that method."""
+"""Request id that the caller of `Engine.generate` chose. It is no argument, so that users' engines need not take it."""
 
 
 class Tokenizer(Protocol):
@@ -133,36 +132,36 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One call of the engine for a client's request, with its completions once all of them are done."""
+    """Record of one call to the engine for a client's request. `completions` is None until all of them are done."""
 
     text: str | None
     sampling: Sampling
     further: dict[str, Any]
     """Options of the request beyond the fields of `Sampling`."""
     before: int
-    """The model version that was served when the call began."""
+    """Model version that was served when the call began."""
     completions: list[Completion] | None = None
 
 
 class CallJournal(Protocol):
-    """What the journal of a run has of one call, and the recording of what comes for it (`rollout/run_journal.py`)."""
+    """One call to the engine in a run's journal: answers of an earlier attempt, and recording of new ones."""
 
     @property
     def is_kept(self) -> bool:
-        """True if the journal has at least one answer, or the beginning of one."""
+        """True if the journal has at least one answer of this call, or the beginning of one."""
 
     async def answers(self, ask: Callable[[Any, Sampling, str], Awaitable[list[Completion]]]) -> list[Completion]:
-        """Return all answers; call `ask(prompt, sampling, request)` for those that the journal does not have."""
+        """Return all answers of the call. Call `ask(prompt, sampling, request)` for those missing in the journal."""
 
-    def recorded(self, request: str) -> AbstractContextManager[Any]:
-        """Context that records what the engine generates for a request that answers the whole call."""
+    def recording(self, request: str) -> AbstractContextManager[Any]:
+        """Return a context that records the tokens that `request`, which answers the whole call, generates."""
 
-    async def written(self, recorded: Any, answers: list[Completion] | None) -> None:
-        """Record the end of such a request (`recorded`: what its context gave); None: what came before it failed."""
+    async def record_end(self, recorded: Any, answers: list[Completion] | None) -> None:
+        """Record the end of a request; `recorded` is its context's value. `answers` is None if the request failed."""
 
 
 class Recording(Protocol):
-    """A client's request as the engine's own HTTP server sees it, and the record of what is generated for it."""
+    """A client's request to the engine's own HTTP server, and the record of the answers generated for it."""
 
     @property
     def text(self) -> str | None:
@@ -170,35 +169,35 @@ class Recording(Protocol):
 
     @property
     def longest(self) -> int | None:
-        """Maximum tokens of an answer if the client set none; the engine lowers it to the room left."""
+        """Maximum tokens of an answer if the client set none; the engine lowers it to the context that is left."""
 
     @property
     def unsaid(self) -> Mapping[str, Any]:
-        """The part of the run's sampling that the client's API can't express, by the names of `Sampling`."""
+        """The run's sampling settings that the client's API can't express, by the names of `Sampling`."""
 
     @property
     def adapter(self) -> str:
-        """The LoRA adapter that answers; empty: the model itself."""
+        """Name of the LoRA adapter to use; empty: the model itself."""
 
     @property
     def wanted(self) -> bool:
         """True if the generated tokens are kept. Otherwise the engine reports only failures."""
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the token ids to send. If the chat continues an earlier answer, they begin with the sampled ids.
+        """Return the prompt's token ids. If a chat continues an earlier answer, they begin with its sampled ids.
 
-        `rendered` returns the chat's text as its template rendered it; `ids` are the ids of this text.
+        `rendered` returns the chat's text after its template; `ids` are the token ids of this text.
         """
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Record that a call of the engine begins; `further`: options beyond the fields of `Sampling`."""
+        """Record that a call to the engine begins. `further`: options beyond the fields of `Sampling`."""
 
-    def journaled(
+    def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> CallJournal | None:
-        """Begin a call in the run's journal and return it; None without a journal.
+        """Begin a call in the run's journal and return it; None if the run has no journal.
 
-        `forbids`: name of an option with which only whole answers can be kept; empty if there is none.
+        `forbids`: name of a request option that lets the journal keep only whole answers; empty if none is set.
         """
 
     def fail(self, error: EngineError) -> None:
@@ -206,16 +205,18 @@ class Recording(Protocol):
 
 
 class Engine(Protocol):
-    """An inference engine. It raises EngineError for requests it refuses, and once dead from every call.
+    """Inference engine. Its methods raise EngineError for a request that it refuses, and for all once it is dead.
 
-    Optional attributes of a started engine are `version`, one line about what computes (`vllm 0.32.0 on cpu`); `dead`,
-    why it will never answer again (None while it does; read every few seconds); `max_model_len` in tokens, to which
-    longer conversations are cut; `waits_for`, an external action that it waits for (a start that waits is not late);
-    and `runs_wait`, an action by a person that its requests wait for.
-    An engine with its own HTTP server has `async application(name, recording)`, which returns an ASGI application of
-    vLLM's API with the model called `name`; `recording()` returns the `Recording` of the current request, if any.
+    Optional attributes of a started engine:
+    - `version`: engine and device in one line (`vllm 0.32.0 on cpu`);
+    - `dead`: why it will never answer again, None while it does; read every few seconds;
+    - `max_model_len`: in tokens; longer conversations are cut to it;
+    - `waits_for`: external action that it waits for (meanwhile its start is not late);
+    - `runs_wait`: action by a person that its requests wait for;
+    - `async application(name, recording)`, if it has its own HTTP server: returns an ASGI application of vLLM's API
+      with the model called `name`. `recording()` returns the `Recording` of the current request, if any.
     The class of an auxiliary model's engine has a static method `load_tokenizer(config: EngineConfig) -> Tokenizer`,
-    which may block: processes that call the engine over HTTP render and decode themselves.
+    which may block, because processes that call the engine over HTTP render and decode by themselves.
     """
 
     model_version: int
@@ -224,30 +225,30 @@ class Engine(Protocol):
     def __init__(self, config: EngineConfig) -> None: ...
 
     async def start(self) -> None:
-        """Load the model and warm up, so that the first real request is fast. May take minutes."""
+        """Load the model and warm up. May take minutes."""
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """Return `sampling.n` completions of one prompt (text or token ids). Cancelling the call aborts the request."""
+        """Return `sampling.n` completions of a prompt (text or token ids). Cancelling the call aborts the request."""
 
     def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield one completion (`sampling.n` is taken as 1) in parts: at least one item.
+        """Yield one completion in at least one part; `sampling.n` is ignored.
 
-        Each item has the prompt's ids and only the new `token_ids`, `logprobs` and `text`; joined they are what
-        `generate` returns. Only the last item has a finish_reason and, if the engine knows them, the `version_spans` of
-        the whole answer. Closing the generator, or cancelling its caller, aborts the request.
+        Each part has the prompt's ids and only the new `token_ids`, `logprobs` and `text`. `Completion.joined` makes of
+        them what `generate` returns. Only the last part has a finish_reason and, if the engine knows them, the
+        `version_spans` of the whole answer. Closing the generator, or cancelling its caller, aborts the request.
         """
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Return the logprob of each of `token_ids[1:]` given the tokens before it; length `len(token_ids) - 1`."""
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the HF checkpoint at `path` as `version`. Requests in flight are paused, kept and resumed.
+        """Serve the HF checkpoint at `path` as `version`. Pause requests in flight meanwhile, and keep them.
 
-        Raises SyncError if it can't be loaded; the engine then serves the previous weights and is not paused.
+        Raises SyncError if the checkpoint can't be loaded; the engine then goes on with the previous weights.
         """
 
     async def stop(self) -> None:
-        """End the engine and every process that it started. Idempotent."""
+        """End the engine and every process that it started; a second call does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,54 +258,54 @@ class EngineLoad:
     running: int
     waiting: int
     again: int
-    """Tokens recomputed for requests that were preempted for lack of room and resumed in this step."""
+    """Tokens recomputed for requests that resumed in this step after they were preempted for lack of KV cache."""
     kv_share: float
     most_running: int
     """Maximum of `running`."""
 
     @property
     def share(self) -> float:
-        """Share of its KV cache or of its places for requests that is used, from 0 to 1, whichever is larger."""
+        """Used share of the KV cache, or of the maximum of running requests if that share is larger; 0 to 1."""
         return max(self.kv_share, self.running / self.most_running)
 
 
 class KeepsProgress(Engine, Protocol):
-    """An engine that shows the tokens of requests in flight, so that a lost answer can go on where it was.
+    """Engine that shows the tokens of requests in flight, so that a later attempt can continue a lost answer.
 
-    Its `generate` reads the caller's name for the request from `REQUEST_NAME`.
+    Its `generate` takes the request's id from `REQUEST_NAME`.
     """
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
-        """Return the new part of each answer of a request so far, by its number; {} if the request is unknown or over.
+        """Return the new tokens of each answer to an open request, by the answer's index; {} for an unknown request.
 
         `start` has the number of tokens to leave out of each answer. `version_spans` are those of the whole answer.
         """
 
     def text_of(self, prompt: list[int], token_ids: list[int]) -> str:
-        """Return the text of an answer with these tokens, all of them, without special ones."""
+        """Return the text of a whole answer, given as token ids, without special tokens."""
 
 
 class TellsLoad(Engine, Protocol):
-    """An engine that reports its load after each step, on its event loop, if `on_load` was set before `start`."""
+    """Engine that calls `on_load` with its load after each step, on its event loop, if it was set before `start`."""
 
     on_load: Callable[[EngineLoad], None] | None
 
 
 class ServesAdapters(Engine, Protocol):
-    """An engine that serves several LoRA adapters over its model; `Sampling.adapter` selects one.
+    """Engine that serves several LoRA adapters over its model; `Sampling.adapter` selects one.
 
-    A request keeps the version that it began with. An unknown name is an EngineError (`refused=True`) that lists the
-    known ones. Adapters survive a change of the model's weights. `logprobs` takes `adapter` too.
+    A request keeps the version that it began with. A request with an unknown name raises EngineError (`refused=True`)
+    with a list of the known ones. Adapters survive a change of the model's weights. `logprobs` takes `adapter` too.
     """
 
     adapters: Mapping[str, int]
-    """Adapter name -> the version that new requests get."""
+    """Version of each adapter that new requests get, by the adapter's name."""
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
         """Serve the folder `path`, in PEFT's format, as this version of an adapter. Requests in flight go on.
 
-        `digest`: of the published files (`checked_adapter`). Raises SyncError if they can't be served or have changed;
-        the previous version is then still served.
+        `digest`: that of the files when they were published (`checked_adapter`). Raises SyncError if the files can't be
+        served or have changed; the previous version is then still served.
         """
 
     async def remove_adapter(self, name: str) -> None:
@@ -312,20 +313,20 @@ class ServesAdapters(Engine, Protocol):
 
 
 class ReceivesWeights(Engine, Protocol):
-    """An engine that receives the weights that the trainer, rank 0 of a process group, broadcasts (nccl, gloo)."""
+    """Engine that receives weights by broadcast from the trainer, rank 0 of a process group (nccl, gloo)."""
 
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
-        """Join the group that rank 0 opens at `address:port`, with one rank per worker from `rank_offset` on.
+        """Join the process group that rank 0 opens at `address:port`; the workers' ranks begin at `rank_offset`.
 
-        Raises SyncError if the group does not form. If a worker hangs in it for `timeout` seconds, the engine ends and
-        raises EngineError (`dead=True`).
+        Raises SyncError if the group does not form. If joining hangs for `timeout` seconds, the engine ends and raises
+        EngineError (`dead=True`).
         """
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """Load weights like `load_weights`, but from the group, in the order of the tensors' names.
+        """Load weights like `load_weights`, but from the group's broadcasts, in the order of the tensors' names.
 
-        The folder `path` holds the same tensors, and must stay: if a later change fails, it is loaded again. Raises
-        SyncError, and EngineError (`dead=True`) if the tensors do not arrive within `timeout` seconds.
+        The folder `path` holds the same tensors and must stay: the engine loads it again if a later change fails.
+        Raises SyncError, and EngineError (`dead=True`) if the tensors do not arrive within `timeout` seconds.
         """

@@ -1,7 +1,7 @@
-"""Tokenization of prompts. Long texts go off the event loop, or are refused without it if they can't fit.
+"""Tokenization of prompts. Long texts are tokenized in a thread, or refused before that if they can't fit.
 
-Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung. The
-last shorter texts are kept with their ids, since all runs of a task have the same prompt.
+A tokenizer takes a minute for some megabytes. On the event loop that would make the runner look hung. Recent shorter
+texts are cached with their ids, since all runs of a task have the same prompt.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ __all__ = [
 T = TypeVar("T")
 
 LARGE = 65_536
-"""Maximum number of characters, or token ids, that the event loop works on itself: some hundredths of a second."""
+"""Maximum number of characters or token ids to convert on the event loop: it takes some hundredths of a second."""
 _WHITE = " \n\t\r"
 _COMPOSED = 4
-"""Maximum number of characters that a tokenizer's normalization (NFC) composes into one."""
+"""Maximum number of characters that a tokenizer's normalization (NFC) joins into one."""
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text that contains its special tokens."""
+    """Return the token ids of a text, and add no special tokens: the text contains them."""
     encoded = _encoded if len(text) <= LARGE else _encoded.__wrapped__
     return cast(list[int], encoded(cast(Any, tokenizer), text).tolist())
 
 
 @lru_cache(maxsize=64)  # 0.4 MB each at most
 def _encoded(tokenizer: Any, text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
-    # One of Hugging Face's would add more special tokens.
+    # A tokenizer of Hugging Face would add special tokens by default.
     arguments = {"add_special_tokens": False} if _is_hugging_face(tokenizer) else {}
     return np.array(tokenizer.encode(text, **arguments), dtype=np.int32)
 
@@ -51,7 +51,7 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray[Any, np.dtype[n
 
 
 def decoded_prompt(tokenizer: Tokenizer, ids: np.ndarray[Any, np.dtype[np.int32]]) -> str:
-    """Return the text of a prompt's ids, with special tokens."""
+    """Return the text of a prompt's ids, with special tokens. Texts of short prompts are cached."""
     decoded = _decoded if len(ids) <= LARGE else _decoded.__wrapped__
     return decoded(cast(Any, tokenizer), ids.tobytes())
 
@@ -68,20 +68,20 @@ def _is_hugging_face(tokenizer: Any) -> bool:
 
 @lru_cache(maxsize=16)
 def _backend(tokenizer: Any) -> Any:
-    """Return the tokenizer in Rust that one of transformers has; None for others."""
+    """Return the Rust tokenizer inside a tokenizer of transformers; None if it has none."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
 @lru_cache(maxsize=16)
 def has_byte_decoder(tokenizer: Any) -> bool:
-    """Return True if each token stands for its own bytes, whatever tokens are beside it."""
+    """Return True if the tokenizer decodes each token to its own bytes, whatever its neighbors are."""
     return type(getattr(_backend(tokenizer), "decoder", None)).__name__ == "ByteLevel"
 
 
 async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
-    """Return the ids of a prompt. Raises EngineError if it is empty, or leaves no room for an answer.
+    """Return the token ids of a prompt. Raises EngineError if it is empty, or leaves no room for an answer.
 
-    `remedy`: what the error advises beside a shorter prompt.
+    `remedy`: advice for the error message, beside a shorter prompt.
     """
     if isinstance(prompt, str):
         text = prompt
@@ -94,7 +94,7 @@ async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_le
     else:
         ids = list(prompt) if set(map(type, prompt)) == {int} else [int(i) for i in prompt]
     if not ids:
-        raise EngineError("an empty prompt can't be continued", refused=True)
+        raise EngineError("the prompt is empty: send at least one token", refused=True)
     if len(ids) >= max_model_len:
         raise EngineError(
             f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
@@ -104,7 +104,7 @@ async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_le
 
 
 def is_large(value: Any) -> bool:
-    """Return True if all texts in a value, such as chat messages, have more than `LARGE` characters together."""
+    """Return True if the texts in a value, such as chat messages, have more than `LARGE` characters together."""
     size, unread_values = 0, [value]
     while unread_values and size <= LARGE:
         value = unread_values.pop()
@@ -118,15 +118,15 @@ def is_large(value: Any) -> bool:
 
 
 async def off_the_loop(large: bool, call: Callable[[], T]) -> T:
-    """Return the result of `call`, made in a thread if its input is large, else at once."""
+    """Run `call` in a thread if its input is `large`, else on the event loop, and return its result."""
     return await asyncio.to_thread(call) if large else call()
 
 
 def refuse_too_long(tokenizer: Tokenizer, text: str, max_model_len: int | None) -> None:
-    """Raise EngineError (`refused=True`) if any tokenization of the text is longer than the model's context.
+    """Raise EngineError (`refused=True`) if the text is certain to have more tokens than the model's context.
 
-    White space does not count, since one token may stand for any run of it. Nothing is refused if the tokenizer has no
-    vocabulary to read, or drops unknown characters.
+    White space does not count, since one token may stand for a long run of it. Nothing is refused if the tokenizer has
+    no vocabulary to read, or drops unknown characters.
     """
     if not max_model_len or len(text) <= LARGE:
         return
@@ -151,5 +151,5 @@ def _longest_token(tokenizer: Any) -> int:
     get_vocabulary = getattr(tokenizer, "get_vocab", None)
     longest = max(map(len, get_vocabulary()), default=0) if get_vocabulary is not None else 0
     unknown = "\U000f0000" * (longest + 1)  # private use area: in no vocabulary
-    # At most one token for all of these: a text's length does not tell its tokens.
+    # If one token stands for all of these, a text's length says nothing about its number of tokens.
     return longest if len(encode(tokenizer, unknown)) > 1 else 0

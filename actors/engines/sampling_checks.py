@@ -9,22 +9,22 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.schema_limits import oversized
+from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.events.errors import EngineError, TrinityError
 
 __all__ = [
-    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "at_temperature", "brief",
-    "checked_prompt", "merged", "whole_distribution",
+    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "checked_prompt", "excerpt",
+    "logprob_at_temperature", "needs_whole_distribution", "with_options",
 ]
 
 SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
           "frequency_penalty", "repetition_penalty")
-"""Fields with the same name and meaning in `Sampling`, vLLM's SamplingParams and its API."""
+"""Fields with the same name and meaning in `Sampling`, in vLLM's SamplingParams and in its HTTP API."""
 
 MOST_TOKENS = 10_000_000
-"""Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and an engine survives it."""
+"""Maximum of `max_tokens` and of tokens in a prompt: more than any model's context, but harmless to an engine."""
 MOST_ANSWERS = 4096
-"""Maximum of `n`, the answers to one prompt."""
+"""Maximum of `n`, the number of answers to one prompt."""
 MOST_PROMPTS = 65_536
 MOST_CHARACTERS = 8 * MOST_TOKENS
 MOST_TOP_LOGPROBS = 20
@@ -33,7 +33,7 @@ _OPTIONS = tuple(f.name for f in fields(Sampling))
 
 
 def _number(low: float, high: float = float("inf"), above: bool = False) -> Callable[[Any], bool]:
-    """Return a check for a number from `low` to `high`, without `low` itself if `above`."""
+    """Return a check that a value is a number from `low` to `high`; if `above`, `low` itself is excluded."""
 
     def fits(v: Any) -> bool:
         return isinstance(v, int | float) and not isinstance(v, bool) and (low < v if above else low <= v) and v <= high
@@ -46,7 +46,7 @@ def _integer(low: int, high: int) -> Callable[[Any], bool]:
 
 
 def _is_schema(value: Any) -> bool:
-    """Return True for an empty text, or the text of a JSON object."""
+    """Return True if a value is an empty text, or the text of a JSON object."""
     try:
         return isinstance(value, str) and (not value or isinstance(orjson.loads(value), dict))
     except orjson.JSONDecodeError:
@@ -77,10 +77,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def merged(base: Sampling, options: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
+def with_options(base: Sampling, options: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
     """Return `base` with these options changed. Raises `error` for an unknown name or an invalid value.
 
-    `where` begins the message: the place of the options.
+    `where` says where the options come from; error messages begin with it.
     """
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:
@@ -93,53 +93,53 @@ def merged(base: Sampling, options: Mapping[str, Any], error: type[TrinityError]
         if name == "json_schema" and isinstance(value, dict):
             value = orjson.dumps(value).decode()
         if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
-            value = value is not None  # as in vLLM: 0 is the sampled token's alone, null none
+            value = value is not None  # as in vLLM: 0 means the sampled token's logprob alone, null none
         fits, allowed = _RULES[name]
-        if value is None and not fits(None):  # null: as in `base`
+        if value is None and not fits(None):  # null keeps the value of `base`
             continue
         if not fits(value):
-            raise error(f"{where}: {name} is {brief(value)}: give {allowed}")
-        if name == "json_schema" and value and (excess := oversized(orjson.loads(value))):
+            raise error(f"{where}: {name} is {excerpt(value)}: give {allowed}")
+        if name == "json_schema" and value and (excess := exceeded_limit(orjson.loads(value))):
             raise error(f"{where}: {name}: {excess}")
         values[name] = value
     return Sampling(**values)
 
 
 def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
-    """Return the prompt (text or token ids). Raises `error` if it is too long for any engine."""
+    """Return the prompt (text or token ids) unchanged. Raises `error` if it is too long for any engine."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:
-            raise error(f"the prompt has {len(prompt):,} characters: the limit is {MOST_CHARACTERS:,}")
+            raise error(f"the prompt has {len(prompt):,} characters: the limit is {MOST_CHARACTERS:,}, so shorten it")
     elif len(prompt) > MOST_TOKENS:
-        raise error(f"the prompt has {len(prompt):,} tokens: the limit is {MOST_TOKENS:,}")
+        raise error(f"the prompt has {len(prompt):,} tokens: the limit is {MOST_TOKENS:,}, so shorten it")
     return prompt
 
 
-def brief(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """Return a value's repr for an error message, at most 80 characters long."""
     text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def whole_distribution(tokens: int, vocabulary: int, temperature: float, max_values: int) -> bool:
-    """Return True if logprobs at this temperature need those of the whole vocabulary for each token.
+def needs_whole_distribution(tokens: int, vocabulary: int, temperature: float, max_values: int) -> bool:
+    """Return True if the logprobs of a text at this temperature need the whole distribution at each of its tokens.
 
-    Raises EngineError if these are more than `max_values`, or the temperature is not above 0.
+    Raises EngineError if that is more than `max_values` values, or if the temperature is not above 0.
     """
     if not temperature > 0.0:
-        raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
+        raise EngineError(f"the temperature is {temperature}: give logprobs one above 0", refused=True)
     if temperature != 1.0 and vocabulary * tokens > max_values:
         raise EngineError(
-            f"logprobs of {tokens} tokens at temperature {temperature} would fetch {vocabulary} values a token: "
+            f"logprobs of {tokens} tokens at temperature {temperature} would fetch {vocabulary:,} values per token: "
             "ask for temperature 1, or for fewer tokens at a time", refused=True,
         )
     return temperature != 1.0
 
 
-def at_temperature(own: float, row: Iterable[float], temperature: float) -> float:
+def logprob_at_temperature(own: float, row: Iterable[float], temperature: float) -> float:
     """Return a token's logprob at temperature T, log softmax(z / T) = l / T - logsumexp(l / T).
 
-    `own` is the token's l = log softmax(z), at temperature 1; `row` has the l of all tokens.
+    `own` is the token's l = log softmax(z), its logprob at temperature 1; `row` has the l of all tokens.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Limits of schemas, regexes and grammars in requests: a repeat count of a few bytes can cost gigabytes. Pure."""
+"""Limits of schemas, regexes and grammars in requests, whose short repeat counts can cost gigabytes. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import orjson
 
-__all__ = ["MOST_REPEATS", "oversized"]
+__all__ = ["MOST_REPEATS", "exceeded_limit"]
 
 MOST_BYTES = 2**20
 """Maximum size of a schema as JSON, or of a request's tools together."""
 MOST_REPEATS = 10_000
-"""Maximum of `minItems`, `maxLength` and the like. A million costs a grammar's compiler ten seconds and a gigabyte."""
+"""Maximum of `minItems`, `maxLength` and the like. A million costs the grammar compiler ten seconds and a gigabyte."""
 MOST_IN_PATTERN = 1000
-"""Maximum of `{n,m}` in a regex or a grammar: ten thousand costs a compiler ten seconds."""
+"""Maximum of `{n,m}` in a regex or a grammar. Ten thousand cost the grammar compiler ten seconds."""
 MOST_TOGETHER = 100_000
-"""Maximum sum of these counts in one schema, with each `{n,m}` counted ten times."""
+"""Maximum sum of all these counts in one schema; each `{n,m}` counts ten times."""
 _COUNTS = frozenset(f"{end}{what}" for end in ("min", "max") for what in ("Items", "Length", "Properties", "Contains"))
 _PATTERNS = frozenset({"pattern", "regex", "grammar", "whitespace_pattern", "ebnf"})
 _TEXTS = frozenset({"json", "structural_tag"})
@@ -24,12 +24,12 @@ _TEXTS = frozenset({"json", "structural_tag"})
 _REPEAT = re.compile(r"(?:\{\s*|~\s*)(\d+)(?:\s*(?:,|\.\.)\s*(\d*))?")
 
 
-def oversized(value: Any) -> str | None:
-    """Return in words which limit a schema, or a request that contains schemas, exceeds; None if it exceeds none."""
+def exceeded_limit(value: Any) -> str | None:
+    """Return a message about the limit that a schema, or a request with schemas, exceeds; None if it is within all."""
     try:
         size = len(orjson.dumps(value))
     except TypeError as e:
-        return f"it is no JSON that can be passed on ({e})"
+        return f"it can't be written as JSON ({e})"
     if size > MOST_BYTES:
         return f"it has {size:,} bytes: the limit is {MOST_BYTES:,}"
     total, unread = 0, [("", value)]  # (name of the field, its value)
@@ -59,7 +59,7 @@ def oversized(value: Any) -> str | None:
 
 
 def _parsed(text: str) -> Any:
-    """Return a text's JSON; None if it is none."""
+    """Return the parsed JSON of a text; None if the text is not JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -20,7 +20,7 @@ from thespian.actors import ActorExitRequest
 from trinity_es.actors import messages, requests
 from trinity_es.actors.base import BaseActor, kill_group, process_start_time
 from trinity_es.actors.coordinator.actor import Coordinator
-from trinity_es.actors.engines.devices import placed
+from trinity_es.actors.engines.devices import first_gpus
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_size_limit import cut_long_files, standard_output_file
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
@@ -98,7 +98,7 @@ class Guardian(BaseActor):
             slots += [(f"{model}-{number}{suffix}", model, engines) for number in range(engines.engine_num)]
             self.urls |= {f"{model}-{n}{suffix}": url for n, url in enumerate(engines.servers.urls)}
         sizes = [(name, engines.tensor_parallel_size) for name, _, engines in slots if name not in self.urls]
-        self.first_place, self.place_count = placed(sizes), sum(size for _, size in sizes)
+        self.first_place, self.place_count = first_gpus(sizes), sum(size for _, size in sizes)
         output_file, leader_name = standard_output_file(), "coordinator" if host is None else "host"
         names = ("guardian", leader_name, *(name for name, *_ in slots))
         self.log_files = {f"{system.log_dir}/{name}.log" for name in names}

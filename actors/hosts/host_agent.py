@@ -16,7 +16,7 @@ from typing import Any
 
 from trinity_es.actors import messages, requests
 from trinity_es.actors.base import BaseActor
-from trinity_es.actors.engines.devices import counted
+from trinity_es.actors.engines.devices import device_counts
 from trinity_es.actors.hosts.admission_answer import Items
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
@@ -65,7 +65,7 @@ class HostAgent(BaseActor):
             log=self.log,
         )
         self.connection = HostEnd(
-            {**identity, "places": counted()}, dialer,
+            {**identity, "places": device_counts()}, dialer,
             up=lambda epoch, coordinator_epoch: self.post(lambda: self.connected(epoch, coordinator_epoch)),
             take=lambda items: self.post(lambda: self.deliver(items)),
             down=lambda why: self.post(lambda: self.disconnected(why)),

@@ -1,10 +1,10 @@
 """The model that a workflow calls: `self.model`.
 
-A runner makes one `Model` per run, over an engine that all runs share. Its answers are experiences that lack only the
+A runner makes one `Model` per run, over an engine that all runs share. Its answers are experiences. They lack only the
 reward, which the workflow sets, and the ids, which the runner sets. `usage` counts tokens and weight versions.
 
 Async workflows await the `*_async` methods. Sync workflows, in a thread or a worker process (`workers/main.py`), call
-their blocking twins. Both may use OpenAI clients instead, whose answers are kept as experiences until the run ends.
+the blocking variants. Both may use OpenAI clients instead, whose answers are kept as experiences until the run ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import orjson
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_text_tokenization import is_large, off_the_loop
-from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, checked_prompt, merged
+from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, checked_prompt, with_options
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversation.conversation_tokens import Message, experience_of, plain_messages
 from trinity_es.actors.rollout.leases import RunLeases, running_loop
@@ -40,11 +40,11 @@ _P = ParamSpec("_P")
 Prompt = str | list[int]
 
 STATE_BYTES = 4096
-"""Maximum size of a workflow's state as JSON, since it travels in messages."""
+"""Maximum size of a workflow's state as JSON, since it is sent in messages."""
 
 
 class OpenAIServer(Protocol):
-    """The engine's endpoint for OpenAI clients (`serving/engine_server.py`); each run has a session there."""
+    """The engine's endpoint for OpenAI clients (`serving/engine_server.py`). Each run has a session there."""
 
     url: str
     name: str
@@ -55,7 +55,7 @@ class OpenAIServer(Protocol):
 
 
 def _blocking(call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]) -> Callable[Concatenate[Model, _P], _T]:
-    """Return the blocking twin of an `*_async` method. It calls the method by name, so a subclass may override that."""
+    """Return the blocking variant of an `*_async` method, which it calls by name, so subclasses may override it."""
     name = call.__name__
 
     @functools.wraps(call)
@@ -67,13 +67,13 @@ def _blocking(call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]) -
 
 
 class Model(OpenAIAccess):
-    """A model as a workflow sees it.
+    """A model for the workflow of one run.
 
     `defaults`: the task's `rollout_args`; the constructor raises DataError for an unknown name or an invalid value.
-    `loop`: the engine's event loop, by default the one that runs in the caller; if none runs there, only the `*_async`
-    methods work. `graders`: without them each `grade` starts a process, which takes a second. `name`: an auxiliary
-    model's. `task`: id of the task; all its requests of an auxiliary model go to one engine. `journal`: answers of
-    earlier attempts at this run, and the place to record its own.
+    `loop`: the engine's event loop, by default the one that runs in the caller; without one only the `*_async` methods
+    work. `graders`: without them each `grade` starts a new interpreter, which takes a second. `name`: that of an
+    auxiliary model. `task`: id of the task; all its requests to an auxiliary model go to one engine. `journal`: has
+    answers of earlier attempts at this run, and records those of this one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Model(OpenAIAccess):
         self._server, self._session, self._is_over = server, "", False
         self._task_argument: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.defaults = dict(defaults or {})
-        self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
+        self.sampling = with_options(Sampling(), self.defaults, DataError, "rollout_args")
         self._loop, self._graders = loop or running_loop(), graders
         self.workflow_state: dict[str, Any] = {}
         self.leases = RunLeases()
@@ -107,7 +107,7 @@ class Model(OpenAIAccess):
 
     @property
     def model_version_async(self) -> Awaitable[int]:
-        """An awaitable of `model_version`, as in Trinity-RFT."""
+        """Awaitable of `model_version`, as in Trinity-RFT."""
 
         async def version() -> int:
             return self.model_version
@@ -121,14 +121,14 @@ class Model(OpenAIAccess):
 
     # --- the workflow's state -----------------------------------------------------------------------------------------
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Add fields to this run's state in `get_runner_state`. Raises WorkflowError if it is no JSON, or too large."""
+        """Add fields to this run's state in `get_runner_state`. Raises WorkflowError if it is no JSON or too large."""
         try:
             merged_state = plain({**self.workflow_state, **state})
             size = len(orjson.dumps(merged_state))
         except (NotPlain, TypeError, ValueError) as e:
             raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {e}") from e
         if size > STATE_BYTES:
-            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: the limit is {STATE_BYTES:,}")
+            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: keep it within {STATE_BYTES:,}")
         self.workflow_state.update(merged_state)
 
     async def get_workflow_state(self) -> dict[str, Any]:
@@ -141,12 +141,12 @@ class Model(OpenAIAccess):
     async def chat_async(
         self, /, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
     ) -> list[Experience]:
-        """Answer a conversation: `n` experiences (1 by default) like `generate_async`, with `messages` set.
+        """Return `n` answers (1 by default) to a conversation: experiences as of `generate_async`, with `messages` set.
 
-        `messages` are `{"role", "content"}`, rendered by the model's chat template. If the last one is the
-        assistant's, its content is the start of the answer and part of the prompt.
+        `messages` are `{"role", "content"}`, rendered by the model's chat template. If the last message is the
+        assistant's, the answer continues its content, which is part of the prompt.
         """
-        settings, number = self._merged(sampling), self.next_number()
+        settings, number = self._sampling_for_call(sampling), self.next_number()
         chat = plain_messages(messages)
         prompt, text = await self.prompt_of(
             chat, tools, exact=lambda text: self.exact_prompt(text, lambda: self.earlier_prompts(chat, tools))
@@ -158,22 +158,23 @@ class Model(OpenAIAccess):
         return self.keep(number, answers, text)
 
     async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
-        """Continue each prompt (text or token ids) unchanged, all at once; answers in the prompts' order.
+        """Return `n` answers to each prompt (text or token ids, sent unchanged), in the prompts' order.
 
-        Each experience holds tokens int32 [prompt + response], prompt_length, logprobs float32 [response] (nats, of the
-        sampled distribution; None with `logprobs=False`), action_mask all true, prompt_text, response_text,
-        truncate_status "response_truncated" if max_tokens cut the answer,
-        `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens if the engine knows,
-        `info["adapter_spans"] = [[adapter, version, start, end], ...]` if a LoRA adapter answered (`adapter=`),
-        `info["splices"]`: the offsets at which another attempt went on with what a lost one had, if there are any, and
-        `info["sampling"]`: the request's sampling, and this answer's number among n (`choice`).
+        All prompts are sent at once. Each experience has
+        - tokens int32 [prompt + response], prompt_length, prompt_text, response_text, action_mask all true;
+        - logprobs float32 [response] (nats, of the sampled distribution; None with `logprobs=False`);
+        - truncate_status "response_truncated" if max_tokens cut the answer;
+        - `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens, if known;
+        - `info["adapter_spans"] = [[adapter, version, start, end], ...]` if a LoRA adapter answered (`adapter=`);
+        - `info["splices"]`: offsets at which a new attempt continued the tokens of a lost one, if there are any;
+        - `info["sampling"]`: the request's sampling, and this answer's number among n (`choice`).
 
         Raises WorkflowError for an unknown sampling name, EngineError if the engine refuses.
         """
-        settings, number = self._merged(sampling), self.next_number()
+        settings, number = self._sampling_for_call(sampling), self.next_number()
         prompt_list = _prompt_list(prompts)
         if len(prompt_list) > MOST_PROMPTS:
-            raise WorkflowError(f"{len(prompt_list):,} prompts in one call: the limit is {MOST_PROMPTS:,}")
+            raise WorkflowError(f"{len(prompt_list):,} prompts in one call: send at most {MOST_PROMPTS:,} at a time")
         requests = [
             asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, settings)) for p in prompt_list
         ]
@@ -215,19 +216,19 @@ class Model(OpenAIAccess):
     ) -> Experience:
         """Return a conversation as one experience; the response begins with the first assistant turn.
 
-        Answers of this run's `chat`, up to the newest one in the conversation, keep their sampled ids and logprobs, so
-        the engine is not called unless `temperature` differs from the sampling's. `tools` default to those of the run's
-        chats. Assistant turns that the model did not write, or that were changed, are masked:
-        `info["untrained_turns"]` lists them.
+        Answers of this run's `chat`, up to the newest one in the conversation, keep their sampled ids and logprobs. So
+        the engine is called only if `temperature` differs from the sampling's. `tools` default to those of the run's
+        chats. Assistant turns that the model did not write, or that were changed, are masked and listed in
+        `info["untrained_turns"]`.
 
         A conversation without answers of this run is tokenized from its text (`tokenized`), with this model's logprobs
-        of the response. It is cut to the engine's `max_model_len`, which `truncate_status` shows. The same happens to
-        every conversation with `as_text`, and, by an auxiliary model, to one that does not end with its own answer.
+        of the response. It is cut to the engine's `max_model_len`, which `truncate_status` shows. The same is done with
+        every conversation if `as_text`, and by an auxiliary model if the conversation does not end with its own answer.
 
-        Raises WorkflowError if this run answered in the conversation, but no answer is in it as it was sampled.
+        Raises WorkflowError if this run answered in the conversation, but no answer in it is as it was sampled.
         """
         context_length, chat = self.context, plain_messages(messages)
-        newest = None if as_text else self._newest_sampled(chat, tools)
+        newest = None if as_text else self._newest_sampled_answer(chat, tools)
         turn, last, tools = (None, 0, tools) if newest is None else newest
         later_answers = [i for i, m in enumerate(chat) if i > last and m.get("role") == "assistant"]
         is_auxiliary = isinstance(self.engine, RemoteEngine)  # it may score another model's answers to its own prompts
@@ -244,7 +245,7 @@ class Model(OpenAIAccess):
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
                 await self._set_logprobs(sampled, temperature, context_length)
             return sampled
-        if not (as_text or is_auxiliary) and self._answered_in(chat, tools):
+        if not (as_text or is_auxiliary) and self._has_answer_in(chat, tools):
             raise WorkflowError(
                 "the messages contain no answer as this run sampled it, or several answers fit that differ only in "
                 "left-out reasoning. Keep the reasoning (reasoning_content), return "
@@ -264,30 +265,30 @@ class Model(OpenAIAccess):
     async def _set_logprobs(self, sampled: Experience, temperature: float | None, context_length: int | None) -> None:
         """Set an experience's logprobs to those at this temperature, with 0 for masked tokens.
 
-        `context_length`: tokens of prompt and answer that the engine has room for.
+        `context_length`: maximum number of tokens of prompt and answer in the engine.
         """
         tokens, mask, prompt_length = sampled.tokens, sampled.action_mask, sampled.prompt_length
         assert tokens is not None
         assert mask is not None
-        if context_length and len(tokens) >= context_length:  # the engine has room for one less
+        if context_length and len(tokens) >= context_length:  # the engine must have room for one more token
             tokens, mask = tokens[: context_length - 1], mask[: context_length - 1 - prompt_length]
             sampled.tokens, sampled.action_mask = tokens, mask
         logprobs = await self.logprobs_async(tokens.tolist(), temperature)
         sampled.logprobs = np.where(mask, logprobs[prompt_length - 1 :], np.float32(0))
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens of the prompt of a chat with these messages."""
+        """Return the number of tokens of the prompt for a chat with these messages."""
         chat = plain_messages(messages)
         return len(await off_the_loop(is_large(chat), lambda: self.render(chat, None)))
 
     async def grade_async(self, /, function: str, call: bytes, **limits: Any) -> Any:
-        """Call a function in its own process by `Graders.grade`, for `Workflow.grade_async`."""
+        """Call a function in a process of its own (`Graders.grade`), for `Workflow.grade_async`."""
         if self._graders is not None:
             return await self._graders.grade(function, call, **limits)
         async with Graders.alone() as graders:
             return await graders.grade(function, call, **limits)
 
-    # --- the blocking twins -----------------------------------------------------------------------------------------
+    # --- blocking variants ------------------------------------------------------------------------------------------
     chat = _blocking(chat_async)
     generate = _blocking(generate_async)
     logprobs = _blocking(logprobs_async)
@@ -296,7 +297,7 @@ class Model(OpenAIAccess):
     convert_messages_to_experience = experience_from_messages
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Return the result of `call` on the engine's loop. Raises WorkflowError if the caller runs on that loop."""
+        """Run `call` on the engine's loop and return its result. Raises WorkflowError if called on that loop."""
         if self._loop is None or not self._loop.is_running():
             raise WorkflowError("blocking methods need an event loop in another thread, which this model lacks: use "
                                 "those that end in _async")
@@ -312,7 +313,7 @@ class Model(OpenAIAccess):
             )
 
     def openai_endpoint(self) -> Endpoint:
-        """Return the endpoint for OpenAI clients: of an auxiliary model one of its engines, which keeps no answers."""
+        """Return the endpoint for OpenAI clients of this run. An auxiliary model's endpoint keeps no answers."""
         if isinstance(self.engine, RemoteEngine):
             return self.engine.endpoint(self._task)
         if self._server is None:
@@ -334,13 +335,13 @@ class Model(OpenAIAccess):
     def extract_experience_from_history(
         self, clear_history: bool = True, per_request: bool = False
     ) -> list[Experience]:
-        """Return this run's answers so far, an experience per conversation, in the order of their last requests.
+        """Return this run's answers so far, one experience per conversation, in the order of their last requests.
 
         They are answers of `chat`, `generate` and OpenAI clients, and lack only the reward. If a prompt continued an
         earlier answer, one experience has both as they were sampled, with the mask true on both. Each answer is trained
         on once: if two conversations continue it, it is masked in the second. An answer that was extracted before, or
         has its own reward, stays a separate experience; with `per_request` every answer does. `eid.step` is the
-        request's number unless it was set.
+        request's number unless the workflow set it. `clear_history` drops the answers from this history.
         """
         self._require_open()
         return self.extracted(clear_history, per_request)
@@ -353,12 +354,12 @@ class Model(OpenAIAccess):
             )
 
     # --- to and from the engine -------------------------------------------------------------------------------------
-    def _merged(self, sampling: dict[str, Any]) -> Sampling:
-        """Return the task's sampling with a call's own options. Raises WorkflowError if one is invalid."""
-        return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
+    def _sampling_for_call(self, sampling: dict[str, Any]) -> Sampling:
+        """Return the task's sampling with a call's own options. Raises WorkflowError for an invalid option."""
+        return with_options(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
-        """Return the answers to a prompt, each with its experience. `text`: the prompt as text, if known."""
+        """Send a prompt to the engine, and return its answers with their experiences. `text`: the prompt, if known."""
         self._require_open()
         version_before = self.engine.model_version
         answers = await self.completions(checked_prompt(prompt, WorkflowError), sampling)
@@ -366,10 +367,10 @@ class Model(OpenAIAccess):
         return self.with_experiences(answers, version_before, text, sampling)
 
     async def completions(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
-        """Return the completions of a prompt: those that the run's journal has, all others by the engine."""
+        """Return the completions of a prompt, from the run's journal as far as it has them, else from the engine."""
 
         async def ask(prompt: Prompt, sampling: Sampling, request: str) -> list[Completion]:
-            """Return the engine's completions; the engine reads the name `request` from the context."""
+            """Return the engine's completions. The engine reads the id `request` from the context variable."""
             token = REQUEST_NAME.set(request)
             try:
                 return await self.engine.generate(prompt, sampling, **self._task_argument)
@@ -383,11 +384,10 @@ class Model(OpenAIAccess):
     def with_experiences(
         self, completions: list[Completion], version_before: int, text: str | None, sampling: Sampling
     ) -> list[tuple[Completion, Experience]]:
-        """Return each answer to one prompt with an experience of it, and count them in `usage`.
+        """Return each answer to one prompt with its experience, and count the tokens in `usage`.
 
-        `version_before`: the model version served when the prompt was sent; `text`: the prompt as text, if known.
-
-        Raises EngineError for an aborted answer, or logprobs that are not finite.
+        `version_before`: model version served when the prompt was sent; `text`: the prompt as text, if known. Raises
+        EngineError for an aborted answer, or logprobs that are not finite.
         """
         version_after = self.engine.model_version
         self.usage.requests += 1
@@ -396,9 +396,9 @@ class Model(OpenAIAccess):
         for i, completion in enumerate(completions):
             if i == 0 or completion.prompt_token_ids is not completions[0].prompt_token_ids:
                 prompt = np.array(completion.prompt_token_ids, dtype=np.int32)
-            text = self.prompt_text(prompt) if text is None else text  # once for all of them: it may be long
+            text = self.prompt_text(prompt) if text is None else text  # once for all answers, since it may be long
             _require_whole(completion, sampling.adapter)
-            spans = _spans(completion, version_before, version_after)
+            spans = _version_spans(completion, version_before, version_after)
             self.usage.add_versions(*((v for v, _, _ in spans) if spans else (version_before, version_after)))
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
@@ -417,17 +417,17 @@ class Model(OpenAIAccess):
 
 
 def _require_whole(completion: Completion, adapter: str) -> None:
-    """Raise EngineError for an answer that was cut off, or that another adapter made."""
+    """Raise EngineError for an answer that was cut off, or that `adapter` did not generate."""
     if completion.finish_reason in ("abort", "error"):
         raise EngineError(f"the engine ended the request before its answer was complete ({completion.finish_reason})")
     if adapter != (completion.adapter or [""])[0]:
-        raise EngineError(f"this model's engine serves no adapter {adapter!r}", refused=True)
+        raise EngineError(f"this model's engine serves no adapter {adapter!r}: leave out the option", refused=True)
 
 
-def _spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
+def _version_spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
     """Return `[version, start, end]` over the response's tokens; [] if unknown.
 
-    `version_before`, `version_after`: served when the request began, and when it ended.
+    `version_before`, `version_after`: versions served when the request began and when it ended.
     """
     if spans := getattr(completion, "version_spans", ()):
         return [list(span) for span in spans]
@@ -435,9 +435,9 @@ def _spans(completion: Completion, version_before: int, version_after: int) -> l
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts of a call as a list, also if it has a single one."""
+    """Return the prompts of a call as a list; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(p, int | np.integer) for p in prompts):
         return [[int(p) for p in prompts]]  # type: ignore[arg-type]  # one prompt, as token ids
-    return list(prompts)  # type: ignore[arg-type]  # several
+    return list(prompts)  # type: ignore[arg-type]  # several prompts

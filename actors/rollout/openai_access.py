@@ -1,4 +1,4 @@
-"""OpenAI clients of a workflow's model, for one run."""
+"""OpenAI clients for a workflow's model, for one run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["OpenAIAccess"]
 
 
 class OpenAIAccess(Remembering):
-    """OpenAI clients of one run, created on first use and closed with the run."""
+    """Base of models that gives OpenAI clients, which are created on first use and closed at the end of the run."""
 
     def __init__(self) -> None:
         super().__init__()
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
         self.engine_error: EngineError | None = None
-        """The engine's error at the last request of this run's OpenAI clients, if that failed."""
+        """The engine's error at the last request of this run's OpenAI clients; None if it succeeded."""
 
     def openai_endpoint(self) -> Endpoint:
         """Return the endpoint for OpenAI clients of this run. Raises WorkflowError if the model has none."""
@@ -37,8 +37,8 @@ class OpenAIAccess(Remembering):
         """Return an `openai.OpenAI` for this model and this run.
 
         `client.model_path` is the model's name. Requests default to the task's `rollout_args`. The API is vLLM's, and
-        answers have their token ids. Don't call it on the engine's loop, which has to answer. Raises WorkflowError
-        without the package openai, or for a model without an endpoint.
+        answers have their token ids. Don't call the client on the engine's event loop, which must answer it. Raises
+        WorkflowError without the package openai, or for a model without an endpoint.
         """
         if self._client is None:
             self._client = openai_clients.client(self.openai_endpoint(), self._must_not_block)
@@ -52,7 +52,7 @@ class OpenAIAccess(Remembering):
 
     @property
     def model_name(self) -> str:
-        """The model's name in requests of OpenAI clients: `create(model=model.model_name)`."""
+        """Name of the model in requests of OpenAI clients: `create(model=model.model_name)`."""
         return self.openai_endpoint().model
 
     @property
@@ -63,11 +63,11 @@ class OpenAIAccess(Remembering):
         return self.engine_error
 
     def cause(self, error: Exception) -> Exception:
-        """Return the engine's own error if `error` is how openai's client raised it."""
+        """Return the engine's error behind an exception of openai's client; any other exception unchanged."""
         return (self.served_error() if openai_clients.is_openai_error(error) else None) or error
 
     async def aclose(self) -> None:
-        """Close the clients, and drop the run's answers."""
+        """Close the clients, and drop the answers of the run."""
         self._close_client()
         if self._async_client is not None:
             with contextlib.suppress(Exception):

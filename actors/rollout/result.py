@@ -1,4 +1,4 @@
-"""Results of runs: their experiences, metrics and tokens, or the kind of their failure."""
+"""Results of runs: experiences, metrics and token counts, or the kind of failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
 __all__ = [
-    "OutOfTime", "UnitResult", "classify", "error_of_exit", "grouped_by_run", "run_result", "shared_usage",
+    "OutOfTime", "UnitResult", "classify", "divide_usage", "error_of_exit", "grouped_by_run", "run_result",
     "stamp_and_validate", "with_usage",
 ]
 
@@ -37,7 +37,7 @@ class OutOfTime(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class UnitResult:
-    """The results and failures of some runs of a task."""
+    """Results and failures of a unit, which is some runs of one task."""
 
     results: list[RunResult] = field(default_factory=list)
     experiences: list[Experience] = field(default_factory=list)
@@ -46,13 +46,13 @@ class UnitResult:
     model_version_end: int = 0
     seconds: float = 0.0
     timeout: float | None = None
-    """Seconds that an attempt may take, with the lost ones from which it goes on."""
+    """Seconds that an attempt may take, together with the lost attempts that it continues; None: no limit."""
     lost_seconds: float = 0.0
-    """Seconds that the lost attempts took."""
+    """Seconds taken by the lost attempts that this attempt continues."""
     other_tokens: tuple[int, int] = (0, 0)
-    """Prompt and response tokens that belong to no single run: see `RunsFinished`."""
+    """Prompt and response tokens that belong to no single run; see `RunsFinished`."""
     lacks: bool = False
-    """Runs failed because this machine lacks something, such as a module."""
+    """True if runs failed because this machine lacks something, such as a module."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -68,14 +68,14 @@ class UnitResult:
 
 
 def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
-    """Set `eid.run` of experiences if the workflow set none, or numbered them from 0.
+    """Set `eid.run` of experiences if the workflow did not set it, or numbered the runs from 0.
 
-    If it set none, each step's experiences belong to the runs in order, or all are divided evenly if that can't be.
+    If not set: with one experience per run in each step they belong to the runs in order, else they are divided evenly.
     """
     n, numbers = len(runs), {e.eid.run for e in experiences}
     if numbers <= set(runs) and not (n > 1 and numbers == {0}):
         return
-    if numbers == {0}:  # the default of `eid.run`: the workflow set none
+    if numbers == {0}:  # the default of `eid.run`
         by_step: dict[int, list[Experience]] = {}
         for experience in experiences:
             by_step.setdefault(experience.eid.step, []).append(experience)
@@ -94,9 +94,9 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
 def grouped_by_run(
     experiences: Sequence[Experience], runs: range, workflow: str, failed_runs: Collection[int] = ()
 ) -> dict[int, list[Experience]]:
-    """Return the experiences of each run. Raises WorkflowError for an experience of a run not in `runs`.
+    """Return the experiences of each run. Raises WorkflowError for an experience of a run that is not in `runs`.
 
-    `failed_runs`: runs that the workflow reports as failed. If there are any, it has numbered its experiences itself.
+    `failed_runs`: runs that the workflow reports as failed. If there are any, the workflow must have set `eid.run`.
     """
     if not failed_runs:
         _number_runs(experiences, runs)
@@ -114,9 +114,9 @@ def grouped_by_run(
 def stamp_and_validate(
     experiences: Sequence[Experience], task: Task, run: int, version: int, current_version: int
 ) -> None:
-    """Set the ids of a run's experiences, and the oldest version that made a token of each (`version` if unknown).
+    """Set the ids of a run's experiences, and the oldest version that generated a token of each (default: `version`).
 
-    Raises DataError for an experience that is not valid, WorkflowError for a number that is not finite.
+    Raises DataError for an invalid experience, WorkflowError for a number that is not finite.
     """
     for experience in experiences:
         oldest = min((v for v, _, _ in experience.version_spans), default=version)
@@ -135,24 +135,24 @@ def stamp_and_validate(
 
 
 def with_usage(result: RunResult, usage: Usage) -> RunResult:
-    """Return the result of a run that used the model alone, with all of the model's tokens."""
+    """Return a run's result with all tokens of its model, which no other run used."""
     return replace(
         result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens,
-        metrics={**result.metrics, **_forks(usage, 1)},
+        metrics={**result.metrics, **_fork_metrics(usage, 1)},
     )
 
 
-def _forks(usage: Usage, runs: int) -> dict[str, float]:
-    """Return the metric of forks for each of `runs` runs; {} if no prompt followed an answer."""
+def _fork_metrics(usage: Usage, runs: int) -> dict[str, float]:
+    """Return the metric of conversation forks per run, for `runs` runs; {} if no prompt followed an answer."""
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
-def shared_usage(
+def divide_usage(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
-    """Return the results of runs that share a model with their part of its usage, and the tokens of no run.
+    """Divide the usage of a model among the runs that shared it. Return their results, and the tokens of no run.
 
-    Each run gets the mean of the forks and, if the model was called at all, the tokens of its experiences.
+    Each run gets the tokens of its experiences, and the mean number of forks. Without requests nothing is changed.
     """
     if usage.requests == 0:
         return list(results), (0, 0)
@@ -163,7 +163,7 @@ def shared_usage(
         sampled = 0 if mask is None else int(mask.sum())
         response_tokens[experience.eid.run] += sampled
         prompt_tokens[experience.eid.run] += len(experience.tokens) - sampled
-    forks = _forks(usage, max(len(results), 1))
+    forks = _fork_metrics(usage, max(len(results), 1))
     parts = [
         replace(
             r, prompt_tokens=prompt_tokens[r.run], response_tokens=response_tokens[r.run],
@@ -175,32 +175,32 @@ def shared_usage(
 
 
 def error_of_exit(cls: type[Any], error: BaseException) -> errors.WorkflowError:
-    """Return the error of a run whose workflow raised SystemExit or the like."""
+    """Return the WorkflowError for a run whose workflow raised SystemExit or the like."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return errors.WorkflowError(f"{cls.__name__} raised {text}: raise an Exception to fail a run")
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-    """Return a run's result with its metrics, without tokens. Raises DataError if a metric can't be recorded."""
+    """Return a run's result with metrics and without token counts. Raises DataError if a metric can't be recorded."""
     metrics_of_each = [_metrics(e) for e in experiences]
     names = {name for metrics in metrics_of_each for name in metrics}
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
-            _warn_once("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
+            _warn_once("a workflow gives a metric as %r and as %r: their mean is kept", name, f"{name}:mean")
     metrics = aggregate_run(metrics_of_each)
     items: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
     for name, value in items:
         if not isinstance(value, Real):
             kind = type(value).__name__
-            _warn_once("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
+            _warn_once("the metric %r of a workflow is a %s, not a number: it is left out", name, kind)
     require_finite(metrics, "metrics")
     metrics["time/run_execution"] = seconds
     return RunResult(run=run, metrics=metrics, experiences=len(experiences))
 
 
 def _metrics(experience: Experience) -> dict[str, float]:
-    """Return an experience's metrics. `reward` is always the one that it is trained with."""
+    """Return an experience's metrics. If it has a reward, that is its metric `reward`, whatever the workflow set."""
     metrics = dict(experience.metrics or {})
     if experience.reward is not None:
         metrics.pop("reward:mean", None)
@@ -209,7 +209,7 @@ def _metrics(experience: Experience) -> dict[str, float]:
 
 
 def classify(error: BaseException, timeout: float | None = None, key: str = "max_timeout") -> tuple[FailureKind, str]:
-    """Return the kind and the message of a failure. `key`: the config key of `timeout`."""
+    """Return the kind and the message of a run's error. `key`: the config key of `timeout`."""
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, errors.EngineError):

@@ -1,9 +1,9 @@
-"""A run's journal while it plays: model calls are answered from what earlier attempts had, and recorded as they come.
+"""Journal of a run: model calls are recorded, and answered from the records of earlier attempts.
 
-When an attempt is lost, the next one plays its workflow again from the beginning. A call that the journal has whole is
-answered from it. A call that it has in part goes on from there if the sampling allows that (`starts_over`): its prompt
-is then the prompt and the kept tokens. Calls are found by fingerprint and occurrence, not by their order, so calls made
-side by side find theirs.
+When an attempt is lost, the next one runs its workflow again from the beginning. A call that the journal has whole is
+answered from it. A call that the journal has in part is continued if the sampling allows that (`unresumable_option`):
+the engine gets the prompt and the kept tokens as its prompt. Calls are matched by fingerprint and occurrence, not by
+order, so concurrent calls are matched too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import orjson
 from trinity_es.actors.engines.interface import Completion, Engine, KeepsProgress, Sampling
 from trinity_es.events.journal import MOST_SPLICES, KeptAnswer, KeptRun, KeptStep, Run, chunk, fingerprint, step
 
-__all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "starts_over"]
+__all__ = ["JournalWriter", "JournaledCall", "OpenCall", "RunJournal", "unresumable_option"]
 
 _NOTHING: Final = KeptAnswer()
 _REQUEST_NUMBERS: Final = itertools.count(1)
@@ -41,17 +41,17 @@ class JournalWriter(Protocol):
     """Calls whose new tokens are recorded at each interval."""
 
     async def write(self, records: Sequence[bytes], *, durable: bool = False) -> None:
-        """Write records; return once they survive a crash of this process, or if `durable` of the machine.
+        """Write records; return once they survive a crash of this process, or with `durable` of the machine.
 
-        Never raises for a store that can't be written.
+        Never raises if the store can't be written.
         """
 
 
-def starts_over(sampling: Sampling) -> str:
-    """Return the sampling field with which a partial answer can't go on; empty if it can.
+def unresumable_option(sampling: Sampling) -> str:
+    """Return the name of a sampling field because of which a partial answer can't be continued; empty if there is none.
 
-    These penalties count the tokens of the answer and not of the prompt, a schema has a state, and the journal has only
-    the sampled tokens.
+    Penalties count the tokens of the answer and not of the prompt, a schema has a state, and of top logprobs the
+    journal has only the sampled token's.
     """
     fields = ("presence_penalty", "frequency_penalty", "json_schema", "top_logprobs")  # 0 or empty by default
     return next((name for name in fields if getattr(sampling, name)), "")
@@ -59,7 +59,7 @@ def starts_over(sampling: Sampling) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenCall:
-    """A request in an engine, and how much of its answers is recorded; a context in which its output is recorded."""
+    """A request to the engine whose output is recorded within this context, and the tokens recorded so far."""
 
     journal: RunJournal
     call: str
@@ -67,14 +67,14 @@ class OpenCall:
     engine: Engine
     request: str
     choices: dict[int, tuple[int, KeptAnswer]]
-    """For each of the engine's answers its number among those of the call, and what was there before."""
+    """By index of the engine's answer: its number among the call's answers, and the kept part that it continues."""
     forbids: str
     model: str
     max_tokens: int
     by_text: bool
-    """The prompt is a text, so records hold its token ids too."""
+    """True if the prompt is a text, so that records need its token ids too."""
     recorded: dict[int, list[int]] = field(default_factory=dict)
-    """The engine's new tokens that are recorded, by its answer."""
+    """Recorded new tokens, by index of the engine's answer."""
 
     def __enter__(self) -> Self:
         self.journal.writer.open.add(self)
@@ -86,31 +86,32 @@ class OpenCall:
         self.journal.writer.open.discard(self)
 
     def progress(self) -> list[bytes]:
-        """Return records of the tokens that came since the last call."""
+        """Return records of the tokens that were generated since the last call."""
         if not hasattr(self.engine, "partial"):
             return []
         start = {i: len(tokens) for i, tokens in self.recorded.items()}
         try:
             parts = cast(KeepsProgress, self.engine).partial(self.request, start)
-        except Exception as e:  # it reads engine internals, which differ between releases
-            _warn_once("the tokens of open requests can't be read, and are not kept: %s: %s", type(e).__name__, str(e))
+        except Exception as e:  # `partial` reads internals of the engine, which differ between releases
+            _warn_once("the tokens of open requests can't be read, so the journal lacks them: %s: %s",
+                       type(e).__name__, str(e))
             return []
         return [record for index, part in parts.items() if part.token_ids
                 for record in self._record(index, part, part.token_ids, part.logprobs)]
 
     def end(self, completions: Sequence[Completion]) -> list[bytes]:
-        """Return records of the rest of the answers, and of their ends."""
+        """Return records of the answers' tokens that are not recorded yet, and of their ends."""
         records = []
         for index, whole in enumerate(completions):
             first = len(recorded := self.recorded.get(index, []))
-            if whole.token_ids[:first] != recorded:  # a user's engine asked several times, and took another answer
+            if whole.token_ids[:first] != recorded:  # a user's engine sent several calls, and chose another answer
                 first, self.recorded[index] = 0, []
             rest = None if whole.logprobs is None else whole.logprobs[first:]
             records += self._record(index, whole, whole.token_ids[first:], rest)
         return records
 
     def _record(self, index: int, answer: Completion, tokens: list[int], logprobs: list[float] | None) -> list[bytes]:
-        """Record the new tokens of an answer if it is known which weights made them, and their logprobs are finite."""
+        """Return a record of an answer's new tokens; [] if their weights are unknown or logprobs are not finite."""
         choice, before = self.choices[index]
         if not answer.version_spans or not math.isfinite(sum(() if logprobs is None else logprobs)):
             return []
@@ -121,7 +122,7 @@ class OpenCall:
         journal = self.journal
         return [chunk(journal.run, journal.seconds(), self.call, self.nth, choice, start, KeptAnswer(
             prompt=before.prompt or (answer.prompt_token_ids if self.by_text else []), tokens=tokens, logprobs=logprobs,
-            spans=_joined_spans(before.spans, answer.version_spans, len(before.tokens)), splices=_splices(before),
+            spans=_joined_spans(before.spans, answer.version_spans, len(before.tokens)), splices=_splices_after(before),
             finish=answer.finish_reason if ended else "", text=answer.text if ended else "",
             adapter=None if answer.adapter is None else list(answer.adapter), forbids=self.forbids,
             model=self.model, max_tokens=self.max_tokens,
@@ -129,7 +130,7 @@ class OpenCall:
 
 
 Ask = Callable[[Any, Sampling, str], Awaitable[list[Completion]]]
-"""Asks an engine: prompt (text or ids), sampling, the request's name; returns the answers."""
+"""Call to an engine with prompt (text or ids), sampling and request id; returns the answers."""
 
 
 class RunJournal:
@@ -141,20 +142,20 @@ class RunJournal:
     ) -> None:
         self.run, self.writer, self.kept, self._clock = run, writer, kept or KeptRun(), clock
         self._began = clock()
-        self._asked: Counter[str] = Counter()
+        self._occurrences: Counter[str] = Counter()
         self._options: tuple[Sampling | None, bytes] = None, b""
-        """The last call's sampling, which most calls of a run share, and its part of their fingerprints."""
+        """Sampling of the last call, and its part of the fingerprint: cached, as most calls of a run share them."""
 
     def seconds(self) -> float:
-        """Return how long the run has played, with its earlier attempts."""
+        """Return how long this run has taken, earlier attempts included."""
         return self.kept.seconds + self._clock() - self._began
 
     async def begin_step(self, key: str, idempotent: bool) -> tuple[int, KeptStep | None]:
-        """Return a step's occurrence, and its end if the journal has it. Otherwise record that it begins.
+        """Return a step's occurrence and, if the journal has it, its recorded end; else record that the step begins.
 
-        The beginning of an idempotent step is not recorded: without its end it is done again.
+        The beginning of an idempotent step is not recorded, since it is executed again if its end is missing.
         """
-        nth, self._asked[key] = self._asked[key], self._asked[key] + 1
+        nth, self._occurrences[key] = self._occurrences[key], self._occurrences[key] + 1
         kept = self.kept.steps.get((key, nth))
         if kept is None and not idempotent:
             await self.writer.write([step(self.run, self.seconds(), key, nth, done=False)], durable=True)
@@ -167,24 +168,24 @@ class RunJournal:
         self, engine: Engine, model: str, prompt: str | list[int], sampling: Sampling,
         further: Mapping[str, Any] | None = None, forbids: str = "",
     ) -> JournaledCall:
-        """Begin a call.
+        """Begin a call to the model named `model` on this engine.
 
-        `further` are options beyond `sampling`; `forbids` names an option with which a kept part can't be continued.
+        `further`: options beyond `sampling`; `forbids`: name of an option with which a kept part can't be continued.
         """
         if further or self._options[0] is not sampling:
             options = {**sampling.recorded(), "top_logprobs": sampling.top_logprobs, **(further or {})}
             self._options = None if further else sampling, orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
         key = fingerprint(model, _prompt_bytes(prompt), self._options[1])
-        nth, self._asked[key] = self._asked[key], self._asked[key] + 1
+        nth, self._occurrences[key] = self._occurrences[key], self._occurrences[key] + 1
         return JournaledCall(
             journal=self, engine=engine, model=model, prompt=prompt, sampling=sampling, key=(key, nth),
-            forbids=forbids or starts_over(sampling), kept=self.kept.calls.get((key, nth), {}),
+            forbids=forbids or unresumable_option(sampling), kept=self.kept.calls.get((key, nth), {}),
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class JournaledCall:
-    """One call of a run, with the answers that were kept of it; it records the new ones."""
+    """One call of a run: answers that were kept from earlier attempts, and recording of new ones."""
 
     journal: RunJournal
     engine: Engine
@@ -194,7 +195,7 @@ class JournaledCall:
     key: tuple[str, int]
     forbids: str
     kept: dict[int, KeptAnswer]
-    """Kept answers by their number among the call's `n`."""
+    """Kept answers, by their number among the call's `n`."""
 
     @property
     def is_kept(self) -> bool:
@@ -202,7 +203,7 @@ class JournaledCall:
         return any(answer.finish or self._can_go_on(answer) for answer in self.kept.values())
 
     async def answers(self, ask: Ask) -> list[Completion]:
-        """Return all answers; the engine makes those that were not kept. Raises what `ask` raises."""
+        """Return all answers. Those that were not kept are generated by `ask`, whose errors are raised."""
         if not self.kept or not self.is_kept:
             return await self._ask(ask, self.prompt, self.sampling, range(self.sampling.n))
         asking = [asyncio.ensure_future(self._answer(ask, choice)) for choice in range(self.sampling.n)]
@@ -212,12 +213,12 @@ class JournaledCall:
             for task in asking:  # gather leaves the others running
                 task.cancel()
 
-    def recorded(
+    def recording(
         self, request: str, choices: Sequence[int] | None = None, before: KeptAnswer | None = None
     ) -> OpenCall:
-        """Return the context in which the engine's output for `request` is recorded.
+        """Return a context in which the engine's output for `request` is recorded.
 
-        `choices` are the numbers of the answers that it makes, by default all; `before` is the kept part of the answer.
+        `choices`: numbers of the answers that the request generates, by default all; `before`: kept part of the answer.
         """
         numbers = range(self.sampling.n) if choices is None else choices
         return OpenCall(
@@ -227,8 +228,8 @@ class JournaledCall:
             choices={i: (choice, before or _NOTHING) for i, choice in enumerate(numbers)},
         )
 
-    async def written(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
-        """Record the end of a request; None for `answers` means that it failed, and records the tokens until then."""
+    async def record_end(self, recorded: OpenCall, answers: Sequence[Completion] | None) -> None:
+        """Record the end of a request. If it failed (`answers` is None), record the tokens generated until then."""
         await self.journal.writer.write(recorded.progress() if answers is None else recorded.end(answers))
 
     def _can_go_on(self, kept: KeptAnswer) -> bool:
@@ -242,17 +243,17 @@ class JournaledCall:
         )
 
     async def _answer(self, ask: Ask, choice: int) -> Completion:
-        """Return one of the n answers: the kept one, the continuation of a kept part, or a new one."""
+        """Return the answer with number `choice`: the kept one, the continuation of a kept part, or a new one."""
         kept, sampling = self.kept.get(choice, KeptAnswer()), self.sampling
         ids = kept.prompt or ([] if isinstance(self.prompt, str) else self.prompt)
         if kept.finish:
-            return _completion(ids, kept)
+            return _kept_completion(ids, kept)
         kept_length = len(kept.tokens) if self._can_go_on(kept) else 0
-        one_answer = replace(sampling, n=1, seed=_seed(sampling.seed, choice, kept_length))
+        one_answer = replace(sampling, n=1, seed=_choice_seed(sampling.seed, choice, kept_length))
         if not kept_length:
             [answer] = await self._ask(ask, self.prompt, one_answer, [choice])
             return answer
-        complete_answer = _if_complete(cast(KeepsProgress, self.engine), ids, sampling, kept)
+        complete_answer = _complete_answer(cast(KeepsProgress, self.engine), ids, sampling, kept)
         if complete_answer is not None:
             return complete_answer
         min_tokens = max(0, sampling.min_tokens - kept_length)
@@ -264,13 +265,13 @@ class JournaledCall:
         self, ask: Ask, prompt: str | list[int], sampling: Sampling, choices: Sequence[int],
         before: KeptAnswer | None = None,
     ) -> list[Completion]:
-        """Have the engine make the answers with these numbers, or continue `before`, and record its tokens."""
+        """Have the engine generate the answers with these numbers, or continue `before`, and record the tokens."""
         request, version = f"run-{next(_REQUEST_NUMBERS)}", self.engine.model_version
-        with self.recorded(request, choices, before) as call:
+        with self.recording(request, choices, before) as call:
             try:
                 answers = await ask(prompt, sampling, request)
             except Exception:
-                await self.written(call, None)
+                await self.record_end(call, None)
                 raise
         if self.engine.model_version == version:
             answers = [
@@ -278,7 +279,7 @@ class JournaledCall:
             ]
         if before is not None:
             answers = [_cut_at_stop(cast(KeepsProgress, self.engine), answers[0], self.sampling, before)]
-        await self.written(call, answers)
+        await self.record_end(call, answers)
         return answers if before is None else [_spliced(answers[0], before)]
 
 
@@ -289,8 +290,8 @@ def _prompt_bytes(prompt: Any) -> bytes:
         return repr(prompt).encode()
 
 
-def _seed(seed: int | None, choice: int, offset: int) -> int | None:
-    """Return the seed of an answer that goes on: one made of the seed, the answer's number and the offset."""
+def _choice_seed(seed: int | None, choice: int, offset: int) -> int | None:
+    """Return the seed for an answer: from the call's seed, the answer's number, and the number of kept tokens."""
     if seed is None:
         return None
     if offset == 0:
@@ -298,12 +299,12 @@ def _seed(seed: int | None, choice: int, offset: int) -> int | None:
     return int.from_bytes(hashlib.sha256(f"{seed + choice}/{offset}".encode()).digest()[:8], "little") >> 1
 
 
-def _splices(before: KeptAnswer) -> list[int]:
+def _splices_after(before: KeptAnswer) -> list[int]:
     return [*before.splices, len(before.tokens)] if before.tokens else []
 
 
 def _joined_spans(before: Sequence[Sequence[int]], new: Sequence[Sequence[int]], offset: int) -> list[list[int]]:
-    """Return the spans of the whole, with a span of the same version going on over the splice."""
+    """Return the spans of an answer and its continuation at `offset`; a span of one version goes on over the splice."""
     spans = [list(span) for span in before]
     for version, start, end in new:
         if spans and spans[-1][0] == version and spans[-1][2] == start + offset:
@@ -313,7 +314,7 @@ def _joined_spans(before: Sequence[Sequence[int]], new: Sequence[Sequence[int]],
     return spans
 
 
-def _completion(prompt: list[int], kept: KeptAnswer) -> Completion:
+def _kept_completion(prompt: list[int], kept: KeptAnswer) -> Completion:
     return Completion(
         prompt_token_ids=list(prompt), token_ids=list(kept.tokens),
         logprobs=None if kept.logprobs is None else list(kept.logprobs), text=kept.text, finish_reason=kept.finish,
@@ -322,8 +323,8 @@ def _completion(prompt: list[int], kept: KeptAnswer) -> Completion:
     )
 
 
-def _stop_place(engine: KeepsProgress, prompt: list[int], sampling: Sampling, tokens: list[int]) -> tuple[int, str]:
-    """Return how many tokens end with the first stop text, and the text before it; (0, "") if there is none."""
+def _first_stop(engine: KeepsProgress, prompt: list[int], sampling: Sampling, tokens: list[int]) -> tuple[int, str]:
+    """Return the number of tokens up to the end of the first stop text, and the text before it; (0, "") if none."""
 
     def before_stop(count: int) -> str | None:
         text = engine.text_of(prompt, tokens[:count])
@@ -336,28 +337,28 @@ def _stop_place(engine: KeepsProgress, prompt: list[int], sampling: Sampling, to
     return count, before_stop(count) or ""
 
 
-def _if_complete(
+def _complete_answer(
     engine: KeepsProgress, prompt: list[int], sampling: Sampling, kept: KeptAnswer,
 ) -> Completion | None:
-    """Return the whole answer if the kept part is complete, although its end was not recorded; else None."""
-    count, text = _stop_place(engine, prompt, sampling, kept.tokens)
+    """Return the kept part as the whole answer if it is complete without a recorded end; None if it is not."""
+    count, text = _first_stop(engine, prompt, sampling, kept.tokens)
     if count:
         spans = [[v, start, min(end, count)] for v, start, end in kept.spans if start < count]
         logprobs = None if kept.logprobs is None else kept.logprobs[:count]
         kept = replace(kept, tokens=kept.tokens[:count], logprobs=logprobs, spans=spans, finish="stop", text=text)
-        return _completion(prompt, kept)
+        return _kept_completion(prompt, kept)
     if len(kept.tokens) >= sampling.max_tokens:
-        return _completion(prompt, replace(kept, finish="length", text=engine.text_of(prompt, kept.tokens)))
+        return _kept_completion(prompt, replace(kept, finish="length", text=engine.text_of(prompt, kept.tokens)))
     return None
 
 
 def _cut_at_stop(engine: KeepsProgress, new: Completion, sampling: Sampling, before: KeptAnswer) -> Completion:
-    """Return the new part and the text of the whole, which ends at a stop text that lies over the splice."""
+    """Return the new part of an answer with the text of the whole, both cut at a stop text over the splice, if any."""
     old, prompt = len(before.tokens), new.prompt_token_ids[: len(new.prompt_token_ids) - len(before.tokens)]
     whole = engine.text_of(prompt, [*before.tokens, *new.token_ids])
     left_out = len(engine.text_of(new.prompt_token_ids, new.token_ids)) - len(new.text)
     answer = replace(new, text=whole[: len(whole) - left_out] if left_out > 0 else whole)
-    count, text = _stop_place(engine, prompt, sampling, [*before.tokens, *new.token_ids])
+    count, text = _first_stop(engine, prompt, sampling, [*before.tokens, *new.token_ids])
     if not old < count < old + len(new.token_ids):
         return answer
     ends = tuple((v, start, min(end, count - old)) for v, start, end in new.version_spans if start < count - old)
@@ -367,11 +368,11 @@ def _cut_at_stop(engine: KeepsProgress, new: Completion, sampling: Sampling, bef
 
 
 def _spliced(new: Completion, before: KeptAnswer) -> Completion:
-    """Return the whole answer, which has its text already."""
+    """Return the whole answer: the kept part and the new part, which has the text of the whole already."""
     prompt = new.prompt_token_ids[: len(new.prompt_token_ids) - len(before.tokens)]
     spans = _joined_spans(before.spans, new.version_spans, len(before.tokens))
     return replace(
         new, prompt_token_ids=prompt, token_ids=[*before.tokens, *new.token_ids],
         logprobs=None if new.logprobs is None else [*(before.logprobs or []), *new.logprobs],
-        version_spans=tuple((v, start, end) for v, start, end in spans), splices=tuple(_splices(before)),
+        version_spans=tuple((v, start, end) for v, start, end in spans), splices=tuple(_splices_after(before)),
     )

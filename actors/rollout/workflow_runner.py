@@ -1,8 +1,8 @@
-"""Execution of one unit: some runs of one task, by its workflow, on one engine. No actor and no log is needed.
+"""Execution of a unit (some runs of one task) by the task's workflow on one engine. Needs no actor and no log.
 
-An async workflow plays on the event loop and is cancelled at its timeout. If it swallows the cancellation, its run is
-over after `GRACE_SECONDS`; if it blocks the loop, it can't be ended here. A sync workflow plays in a worker process,
-which is killed at the timeout, or without a `WorkerPool` in a thread, which can't be killed.
+An async workflow runs on the event loop and is cancelled at its timeout. If it swallows the cancellation, its run is
+over after `GRACE_SECONDS`. If it blocks the loop, it can't be ended here. A sync workflow runs in a worker process,
+which is killed at the timeout. Without a `WorkerPool` it runs in a thread, which can't be killed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ GRACE_SECONDS = 2.0
 """How long a cancelled async workflow may take to end."""
 START_SECONDS = 120.0
 RUNS_AT_ONCE = 256
-"""Maximum of a unit's async runs at once, as vLLM's. 100,000 together block the loop for half a minute."""
+"""Maximum of a unit's async runs at once, like vLLM's of sequences. 100,000 would block the loop for half a minute."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryModel:
-    """An auxiliary model of workflows: its engine, or a `RemoteEngine` over several, and its own sampling."""
+    """Auxiliary model for workflows: its engine (or a `RemoteEngine` over several), and its own sampling."""
 
     name: str
     engine: Engine
@@ -56,11 +56,11 @@ class AuxiliaryModel:
 
 
 class WorkflowRunner:
-    """Player of workflows on an engine. Times come from `clock` (monotonic seconds).
+    """Runs workflows on an engine. Times come from `clock` (monotonic seconds).
 
     `concurrent_mode`: the runs of a task are `sequential`, `asynchronous` (at once on the loop) or `multi-threading`.
-    `timeout`: seconds for one attempt at a unit. Workflows with `can_reset` are reused. `workers` plays sync workflows
-    whose class another process can import; all others play in threads. `server`: the engine's endpoint for OpenAI
+    `timeout`: seconds for one attempt at a unit. Workflows with `can_reset` are reused. `workers` run sync workflows
+    whose class another process can import; all others run in threads. `server`: the engine's endpoint for OpenAI
     clients. The caller closes `workers` and `server`.
     """
 
@@ -74,8 +74,8 @@ class WorkflowRunner:
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
         self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
-        """Why the engine is dead, if a run noticed it."""
-        self.played = RunActivity()
+        """Why the engine is dead, if a run noticed that it is."""
+        self.activity = RunActivity()
         self.limits = Limits()
         self._classes: dict[str, type[Any]] = {}
         self._import_locks: dict[str, asyncio.Lock] = {}  # by module
@@ -95,18 +95,18 @@ class WorkflowRunner:
         return status, [] if task.is_eval else result.experiences
 
     async def get_runner_state(self) -> dict[str, Any]:
-        """Return id, model version and times of the current or last workflow, and its `model.set_workflow_state`."""
+        """Return id, model version and times of the current or last run, and its workflow's state."""
         names = ("workflow_id", "model_version", "begin_time", "terminate_time")
-        state = {"model_version": self.engine.model_version, **runner_state(self.played)}
+        state = {"model_version": self.engine.model_version, **runner_state(self.activity)}
         return {**state["workflow_state"], **{name: state[name] for name in names}}
 
     async def execute(
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
         leases: LeaseRecorder | None = None, journal: Callable[[int], RunJournal] | None = None,
     ) -> UnitResult:
-        """Play these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises.
+        """Execute these runs of a task within `timeout` seconds. Failures are in the result; only cancellation raises.
 
-        `journal` returns that of the run with this number; the time of its lost attempts counts in `timeout`.
+        `journal(run)` returns the journal of a run; the time of its lost attempts counts towards `timeout`.
         """
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
@@ -118,11 +118,11 @@ class WorkflowRunner:
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
             async def play(part: range) -> None:
-                """Play one run (all of them if the workflow repeats), and add its result to `out`."""
+                """Execute one run (or all runs, for a workflow that repeats itself), and add the result to `out`."""
                 name = f"{batch_id}/{task.task_id}/{part.start}"
                 part_result = UnitResult(timeout=out.timeout)
                 try:
-                    with self.played.show(name, len(part), self.engine.model_version) as row:
+                    with self.activity.show(name, len(part), self.engine.model_version) as row:
                         async with AsyncExitStack() as stack:
                             own_journal = None
                             if journal is not None:
@@ -140,10 +140,12 @@ class WorkflowRunner:
                             for model in models:
                                 await stack.enter_async_context(aclosing(model))
                             if portable is not None:
-                                await self._in_worker(portable, task, part, repeats, models, part_result, begin_times)
+                                await self._run_in_worker(
+                                    portable, task, part, repeats, models, part_result, begin_times
+                                )
                             else:
                                 begin_times.append(self.clock())
-                                await self._in_this_process(cls, _copied(task), part, repeats, models, part_result)
+                                await self._run_in_this_process(cls, _copy_of(task), part, repeats, models, part_result)
                             for experience in part_result.experiences if models[0].steps.possibly_delivered else ():
                                 experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:
@@ -171,16 +173,16 @@ class WorkflowRunner:
         out.seconds = self.clock() - begin_times[0] if begin_times else 0.0
         return out
 
-    def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        """Return a failure's kind and message; note if the engine is dead, or (in `out`) the machine lacks a module."""
+    def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
+        """Return the kind and message of an error. Note a dead engine in `engine_dead`, a missing module in `out`."""
         if isinstance(error, errors.EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
         out.lacks = out.lacks or isinstance(error, errors.UnknownWorkflow)
         return outcome.classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
 
     def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
-        """Add a failure to `out` for those of the runs that have no result and no failure yet."""
-        kind, message = self._failure(error, out)
+        """Add a failure to `out` for each of the runs that has no result and no failure yet."""
+        kind, message = self._kind_and_message(error, out)
         if len(runs) == 1 and isinstance(error, errors.DataError) and str(error.details.get("eid")).startswith("//"):
             message = f"run {runs.start}: {message}"  # the experience had no ids yet
         ended_runs = {r.run for r in out.results} | {f[0] for f in out.failures}
@@ -197,7 +199,7 @@ class WorkflowRunner:
         return self._classes[task.workflow]
 
     async def _import_class(self, name: str) -> type[Any]:
-        """Return the class of this name. A user's module is imported first in a template process, then here."""
+        """Return the workflow class of this name. A template process imports a user's module first, then this one."""
         path = self.registry.get(name, name)
         module, _, attribute = path.partition(":")
         if self.workers is None or not attribute or module.partition(".")[0] == "trinity_es":
@@ -205,38 +207,39 @@ class WorkflowRunner:
         async with self._import_locks.setdefault(module, asyncio.Lock()):
             if module not in sys.modules:
                 await self.workers.templates.prepare(path)
-                # In a thread: it may take seconds, and the loop must answer meanwhile.
+                # In a thread, since it may take seconds, and the loop must answer meanwhile.
                 importing = asyncio.to_thread(resolve, name, self.registry, "workflow")
                 try:
                     cls = await asyncio.wait_for(importing, START_SECONDS)
                 except TimeoutError:
-                    raise errors.WorkflowError(f"the import of {name} took more than {START_SECONDS:.0f} s") from None
+                    raise errors.WorkflowError(f"the import of {name} took more than {START_SECONDS:.0f} s: do slow "
+                                               "work when a run needs it, not on import") from None
                 if getattr(cls, "is_async", False):
                     self.workers.templates.forget(path)
                 return cls
             return resolve(name, self.registry, "workflow")
 
     def _portable_task(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
-        """Return the task in the form for a worker process; None if the task must run in this process."""
+        """Return the task as a dict for a worker process; None if the task must run in this process."""
         if self.workers is None or getattr(cls, "is_async", False):
             return None
         try:
-            # Prefer the name in the task: a class that a function made can't be imported by its own name.
+            # Prefer the name in the task, since a class made by a function can't be imported by its own name.
             name_or_path = class_path(task.workflow or cls)
             return {**task_to_dict(task), "workflow": self.registry.get(name_or_path, name_or_path)}
         except errors.TaskNotSerializable:
             return None
 
-    async def _in_worker(
+    async def _run_in_worker(
         self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, models: Sequence[Model],
         out: UnitResult, begin_times: list[float],
     ) -> None:
-        """Play runs in a worker process, and add its result to `out`. Raises OutOfTime."""
+        """Execute runs in a worker process, and add the result to `out`. Raises OutOfTime at the timeout."""
         assert self.workers is not None
         limit_number = 0
 
         def begin() -> None:
-            """Begin the deadline of the runs; again if a worker ended before it took them."""
+            """Start the time limit of the runs; called again if a worker ended before it took them."""
             nonlocal limit_number
             begin_times.append(self.clock())
             self.limits.end(limit_number)
@@ -254,7 +257,7 @@ class WorkflowRunner:
         for experience in result.experiences:  # the worker knows only the version at its last request
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # the worker knows only the tokens of requests over its pipe
-            result.results, out.other_tokens = outcome.shared_usage(result.results, result.experiences, models[0].usage)
+            result.results, out.other_tokens = outcome.divide_usage(result.results, result.experiences, models[0].usage)
         else:
             result.results = [outcome.with_usage(r, models[0].usage) for r in result.results]
         self.engine_dead = engine_dead or self.engine_dead
@@ -264,7 +267,6 @@ class WorkflowRunner:
         out.lacks = out.lacks or result.lacks
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
-        """Return the rollout model for one run of a task."""
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # runs of a task differ, and repeat with the same seed
@@ -278,8 +280,8 @@ class WorkflowRunner:
             Model(a.engine, defaults=a.defaults, name=a.name, task=task_key, journal=journal) for a in self.auxiliary
         ]
 
-    def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
-        """Return a workflow of this class for a task: an idle one that it resets, or a new one."""
+    def _make_workflow(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
+        """Return a workflow of this class for a task: an idle instance that is reset, or a new one."""
         model, *auxiliary = models
         try:
             if getattr(cls, "can_reset", False) and self._idle_workflows.get(cls):
@@ -291,12 +293,14 @@ class WorkflowRunner:
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise outcome.error_of_exit(cls, e) from e
 
-    async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
-        """Return what a workflow's `run` or `run_async` gives. Raises WorkflowError unless that is experiences."""
-        play = self._on_loop if type(workflow).is_async else self._off_loop
+    async def _run_workflow(
+        self, workflow: Any, model: Model, timeout: float | None, context: Context
+    ) -> list[Experience]:
+        """Return the experiences of a workflow's `run` or `run_async`. Raises WorkflowError for any other result."""
+        run = self._run_on_loop if type(workflow).is_async else self._run_in_thread
         limit_number = self._begin_limit(timeout)
         try:
-            returned = await play(workflow, timeout, context)
+            returned = await run(workflow, timeout, context)
         except Exception as e:
             cause = model.cause(e)
             if cause is e:
@@ -320,8 +324,8 @@ class WorkflowRunner:
     def _begin_limit(self, timeout: float | None) -> int:
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
-    async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """Return the result of `run_async`. Raises OutOfTime; then, or if cancelled itself, it cancels the workflow."""
+    async def _run_on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+        """Return the result of `run_async`. Cancel it at the timeout (raises OutOfTime), or if cancelled itself."""
         task = asyncio.create_task(_run_async(workflow), context=context)
         self._tasks.add(task)
         task.add_done_callback(self._drop_task)
@@ -337,15 +341,15 @@ class WorkflowRunner:
                 task.cancel()
                 await asyncio.wait({task}, timeout=GRACE_SECONDS)
             if not task.done():
-                _log.warning("%s goes on after it was cancelled: its run is over", type(workflow).__name__)
+                _log.warning("%s goes on after it was cancelled, though its run is over", type(workflow).__name__)
 
     def _drop_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # else asyncio logs that it was never retrieved
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
 
-    async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """Return the result of `run`, called in a thread, which goes on if this raises OutOfTime."""
+    async def _run_in_thread(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+        """Call `run` in a thread and return its result. Raises OutOfTime at the timeout, while the thread goes on."""
         task = asyncio.create_task(asyncio.to_thread(self._run_sync, workflow), context=context)
         try:
             await asyncio.wait({task}, timeout=timeout)
@@ -357,26 +361,26 @@ class WorkflowRunner:
 
     @staticmethod
     def _run_sync(workflow: Any) -> Any:
-        """Return the result of `run`. Raises WorkflowError if that raises SystemExit or the like."""
+        """Return the result of `run`. Raises WorkflowError if `run` raises SystemExit or the like."""
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise outcome.error_of_exit(type(workflow), e) from e
 
-    async def _in_this_process(
+    async def _run_in_this_process(
         self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
     ) -> None:
-        """Play runs on the loop or in a thread, and add their results to `out`."""
+        """Execute runs on the loop or in a thread, and add their results to `out`."""
         started_at, version, usage = self.clock(), self.engine.model_version, models[0].usage
         context = unit_context()
         n = len(runs) if repeats else task.rollout_args.get("n") or self.defaults.get("n") or 1
         # Workflows read the number of answers from `rollout_args.n`.
         args = Args({**task.rollout_args, "n": n})
         workflow_task = replace(task, rollout_args=args, reward_fn=_reward_class(task.reward_fn))
-        workflow = context.run(self._build, cls, workflow_task, models)
+        workflow = context.run(self._make_workflow, cls, workflow_task, models)
         if repeats:
             context.run(workflow.set_repeat_times, len(runs), runs.start)
-        experiences = await self._call(workflow, models[0], out.seconds_left, context)
+        experiences = await self._run_workflow(workflow, models[0], out.seconds_left, context)
         seconds = self.clock() - started_at
         errors_by_run: dict[int, Exception] = getattr(workflow, "failed_runs", {}) if repeats else {}
         by_run = {runs.start: experiences}
@@ -388,28 +392,28 @@ class WorkflowRunner:
                 if run in errors_by_run:
                     raise errors_by_run.pop(run)
                 if not group:
-                    raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}")
+                    raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}: give each run one")
                 outcome.stamp_and_validate(group, task, run, version, self.engine.model_version)
                 result = outcome.run_result(run, group, seconds)
             except Exception as e:
-                out.failures.append((run, *self._failure(e, out)))
+                out.failures.append((run, *self._kind_and_message(e, out)))
                 continue
             out.results.append(result if repeats else outcome.with_usage(result, usage))
             out.experiences.extend(group)
         if repeats:
-            out.results, out.other_tokens = outcome.shared_usage(out.results, out.experiences, usage)
+            out.results, out.other_tokens = outcome.divide_usage(out.results, out.experiences, usage)
         if cls.can_reset and (repeats or len(out.failures) == failure_count):
             self._idle_workflows.setdefault(cls, []).append(workflow)
 
 
-def _copied(task: Task) -> Task:
-    """Return a copy of a task whose row and arguments a run may change in place."""
+def _copy_of(task: Task) -> Task:
+    """Return a copy of a task with its own row and arguments, which a run may change in place."""
     values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
     return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})
 
 
 def _reward_class(reward: Any) -> Any:
-    """Return the class of the reward that a task names, for workflows that build it; if there is none, `reward`."""
+    """Return the reward class that a task names, for workflows that instantiate it; `reward` itself if it is none."""
     try:
         cls = load(reward)
         return cls if isinstance(cls, type) and class_path(cls) == reward else reward
@@ -418,7 +422,7 @@ def _reward_class(reward: Any) -> Any:
 
 
 async def _run_async(workflow: Any) -> Any:
-    """Await `run_async`, and raise WorkflowError if it raises SystemExit or KeyboardInterrupt, which end the loop."""
+    """Await `run_async`. Raises WorkflowError for SystemExit or KeyboardInterrupt, which would end the loop."""
     try:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:

@@ -1,8 +1,8 @@
-"""A runner: one inference engine and the workflows that play on it. This is the actor's side.
+"""Actor of a runner, which has one inference engine and the workflows that call it.
 
-It only forwards: units, weights and endpoints to the engine's side (`engine_thread.py`, in its own thread), and
-outcomes to the coordinator. It keeps each group of outcomes until the coordinator confirms that the log has it, and
-sends it again to the next coordinator.
+The actor only forwards. It hands units (runs of one task), weights and endpoints to the engine's thread
+(`engine_thread.py`), and sends outcomes to the coordinator. It keeps each group of outcomes until a coordinator
+confirms that the log has it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
-from trinity_es.actors.engines.devices import place
+from trinity_es.actors.engines.devices import device_environment
 from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
-from trinity_es.actors.runner.unit_reports import failed
+from trinity_es.actors.runner.unit_reports import failed_outcome
 from trinity_es.actors.runner_activity import runner_state
 from trinity_es.actors.serving.http_server import make_app, make_server
 from trinity_es.events.store.checks.log_end import Mark, lost_between
@@ -34,38 +34,37 @@ __all__ = ["Runner", "import_ahead"]
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
 ANNOUNCE_BEATS = 5
-"""Interval between two RunnerStatus messages, in heartbeats; from them a coordinator sees which messages were lost."""
+"""Interval between RunnerStatus messages, in heartbeats; they show the coordinator which messages were lost."""
 COORDINATOR_BEATS = 2
-"""Interval between two heartbeats to the coordinator, in heartbeats, while they say the same. One of them may get lost
-before `why` calls the runner silent."""
+"""Every second unchanged heartbeat goes to the coordinator. One may get lost before `why` calls the runner silent."""
 ASK_SECONDS = 5.0
-"""Interval between two requests to the guardian to replace this runner."""
+"""Interval between requests to the guardian to replace this runner."""
 HANG_SHARE = 0.8
-"""Share of `system.hang_timeout` after which a runner fails a workflow that blocks its loop."""
+"""Share of `system.hang_timeout` after which a runner fails a workflow that blocks the engine's event loop."""
 LEASE_SECONDS = 0.1
-"""How long lease changes wait for more of them, if no run waits for them."""
+"""Delay of lease changes that no run waits for, so that one message carries several."""
 GIVE_UP_SECONDS = 30.0
-"""How long a runner that ends because of a unit waits for the coordinator to have that unit's outcome."""
+"""How long a runner that gave up a unit waits for confirmation of that outcome before it asks to be replaced."""
 
 
 def import_ahead() -> None:
-    """Import what runners' endpoints need, in the process from which runners are forked, so that they share it."""
+    """Import modules of the HTTP endpoint in the process from which runners are forked, so that they share memory."""
     make_server(make_app([]))
 
 
 class Runner(BaseActor):
-    """Actor of a runner. The guardian starts it with StartRunner."""
+    """Actor of a runner, which the guardian sets up by a StartRunner message."""
 
     lease_awaited = False
-    """True if a run waits for the log to have its new lease."""
+    """True if a run waits until the log has its new lease, and that change was not sent yet."""
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
-        """Refuse messages for an earlier runner: an address may be given to another actor when its first one ends."""
+        """Return False for a message to an earlier runner, whose actor address this one may have got."""
         return not hasattr(self, "incarnation") or getattr(message, "incarnation", self.incarnation) == self.incarnation
 
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
-        """Set this process up as the runner that the guardian wants, and start its engine."""
+        """Set this process up as the runner that the message describes, and start its engine."""
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
@@ -78,7 +77,7 @@ class Runner(BaseActor):
         # A process that the engine spawns imports its parent's main module. Ours is the launcher's, whose imports would
         # cost each of vLLM's processes a second and memory for nothing.
         sys.modules["__main__"] = ModuleType("__main__")
-        os.environ.update(place(message.first_place, size, message.places))
+        os.environ.update(device_environment(message.first_place, size, message.places))
         self.guardian = sender
         self.open_log(self.config.system.log_dir, self.name)
         os.umask(self.config.umask)
@@ -92,21 +91,21 @@ class Runner(BaseActor):
         self.leases = LeaseReports(self.name, self.incarnation)
         self.loading_version: int | None = None
         self.known: Mark | None = None
-        """End of the log, as far as this runner has heard."""
+        """End of the log, as a coordinator last reported it."""
         self.beat_count = 0
-        self.told_heartbeat: messages.Heartbeat | None = None
+        self.last_heartbeat: messages.Heartbeat | None = None
         """Last heartbeat to the coordinator."""
         self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
-        """Units that it has, or whose outcomes it keeps."""
+        """Units that run here, or whose outcomes are not confirmed."""
         self.final_report: int | None = None
-        """Number of the outcome group with the unit for which this runner ends."""
+        """Number of the outcome group that reports a given-up unit, which ends this runner; None if there is none."""
         self.engine_side = EngineThread(self, self.name, self.model, engine, self.config, self.log)
         self.beat()
         self.engine_side.start()
 
     def on_crash(self, error: BaseException) -> None:
-        """Tell the guardian if this runner failed before its engine's side was made: no heartbeat would report it."""
+        """Report to the guardian a failure before the engine's thread existed, since no heartbeat would report it."""
         if not hasattr(self, "engine_side"):
             self.send(self.guardian, messages.RunnerStatus(
                 self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.model_config.engine_type,
@@ -114,19 +113,19 @@ class Runner(BaseActor):
             ))
 
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
-        """Report to a new coordinator: identity, units, and everything that was never confirmed."""
+        """Report this runner's state and units to a new coordinator, and send it all unconfirmed outcomes."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
         self.send_due(resend_all=True)
 
     def send_due(self, *, resend_all: bool = False) -> None:
-        """Send again what the coordinator has not confirmed for long, or with `resend_all` everything unconfirmed."""
+        """Send groups again that are unconfirmed for long, or with `resend_all` all unconfirmed ones."""
         now = self.now()
         for group in (*self.leases.due(now, resend_all=resend_all), *self.outbox.due(now, resend_all=resend_all)):
             self.tell(group)
 
     def beat(self) -> None:
-        """Send a heartbeat with the silence of the engine's loop; give up a unit that blocks it; resend what is due."""
+        """Send a heartbeat and unconfirmed reports; give up a unit (runs of a task) that blocks the engine's loop."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         now, last_beat_at = self.now(), self.last_beat_at
         if now - last_beat_at > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
@@ -141,18 +140,18 @@ class Runner(BaseActor):
         if self.loop_answered_at < last_beat_at:
             silence = max(0.0, now - self.loop_answered_at - BEAT_SECONDS)
         if silence > HANG_SHARE * self.config.system.hang_timeout:
-            key = self.engine_side.loop.playing()
+            key = self.engine_side.loop.current_unit()
             if key is not None:
                 self.give_up(key, f"its workflow blocked the engine's loop for {silence:.0f} s: await, or use a thread")
-        if self.final_report is not None:  # ended by the guardian, it would give all its units a strike
+        if self.final_report is not None:  # if the guardian ended this runner, all its units would get a strike
             silence = 0.0
         trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
         heartbeat = messages.Heartbeat(
             self.name, self.incarnation, os.getpid(), silence, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_side.runs_wait,
         )
-        if heartbeat != self.told_heartbeat or self.beat_count % COORDINATOR_BEATS == 0:
-            self.told_heartbeat = heartbeat
+        if heartbeat != self.last_heartbeat or self.beat_count % COORDINATOR_BEATS == 0:
+            self.last_heartbeat = heartbeat
             self.tell(heartbeat)
         self.send(self.guardian, heartbeat)
         self.beat_count += 1
@@ -163,7 +162,7 @@ class Runner(BaseActor):
         self.send_due()
 
     def announce(self) -> None:
-        """Send coordinator and guardian the state of this runner and the units that it has."""
+        """Send this runner's state and units to the coordinator and the guardian, as a RunnerStatus."""
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
         for (batch_id, submission, task, first_run), item in self.units.items():
             running.setdefault((batch_id, submission), []).append((task, first_run, item.unit.attempt))
@@ -183,19 +182,19 @@ class Runner(BaseActor):
         self.send(self.guardian, status)
 
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
-        """Forget the confirmed outcomes, and begin the units, unless this attempt at them has begun or ended."""
+        """Drop the outcomes that the message confirms, and start its units (runs of one task each) if not started."""
         if not self.accept_log_end(message.end):
             return
         settled = self.outbox.acknowledge(message.acks)
         if settled:
             lost = [o for o in settled if any(kind == "infra" for _, kind, _ in o.failures)]
-            self.engine_side.settled([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
+            self.engine_side.free_journals([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
         for outcome in settled:
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
                 del self.units[key]
         if self.final_report in message.acks:
-            self.after(0.0, "give up", self.end)
+            self.after(0.0, "give up", self.request_replacement)
         if self.state != "ready" or self.final_report is not None:
             return  # it could not run them; the coordinator sends them again when a status lacks them
         for item in message.items:
@@ -209,10 +208,10 @@ class Runner(BaseActor):
             self.engine_side.begin(key, item)
 
     def accept_log_end(self, end: Mark | None) -> bool:
-        """Note the end of the sender's log. If it lacks events, report what this runner knows and return False."""
+        """Note the end of the sender's log. If it lacks events known here, report this runner's state; return False."""
         loss = lost_between(self.known, end)
-        if loss is not None:  # its log lost events, or the message comes from a coordinator that was replaced
-            self.log.error("refused what a coordinator sent: %s", loss)
+        if loss is not None:  # the log lost events, or the message comes from a coordinator that was replaced
+            self.log.error("ignored a coordinator's message: %s", loss)
             self.announce()
             return False
         self.known = end or self.known
@@ -253,16 +252,16 @@ class Runner(BaseActor):
 
         self.engine_side.stop(retired)
 
-    # --- what the engine's side tells -------------------------------------------------------------------------------
+    # --- calls from the engine's thread -----------------------------------------------------------------------------
     def become(self, state: str, reason: str, seconds: float) -> None:
-        """Take over and report a new state of the engine; `seconds`: how long it took to load."""
+        """Set this runner's state and report it. `seconds`: how long the engine took to load."""
         if self.state == "retired":
             return  # it got the order to stop while its engine loaded
         self.state, self.reason, self.load_seconds = state, reason, seconds
         self.announce()
 
     def report(self, outcomes: list[messages.UnitOutcome]) -> None:
-        """Send the coordinator outcomes whose payload is stored, and the lease changes before them."""
+        """Send the coordinator outcomes whose payloads are stored, after all lease changes that were not sent yet."""
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
@@ -275,12 +274,11 @@ class Runner(BaseActor):
             self.after(LEASE_SECONDS, "leases", self.send_leases)
 
     def after_message(self) -> None:
-        """Send lease changes for which a run waits, with all others of this turn."""
+        """Send all unsent lease changes if a run waits for one of them. Called after each message."""
         if self.lease_awaited:
             self.send_leases()
 
     def send_leases(self) -> None:
-        """Send all lease changes that were not sent yet."""
         self.lease_awaited = False
         self.cancel("leases")
         for group in self.leases.next_groups(self.known, self.now()):
@@ -290,22 +288,22 @@ class Runner(BaseActor):
         self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
-        """Fail a unit that can't be stopped, and end this runner for it. Its other units run again without a strike."""
+        """Report a unit (runs of a task) that can't be stopped as failed, and end this runner; others get no strike."""
         item = self.units.get(key)
         if self.final_report is not None or item is None or self.state != "ready":
             return
         self.log.error("unit %s is given up, and this process with it: %s", key, reason)
-        self.report([failed(item, "workflow", reason)])
+        self.report([failed_outcome(item, "workflow", reason)])
         self.final_report, self.end_reason = self.outbox.number, reason
-        self.after(GIVE_UP_SECONDS, "give up", self.end)
+        self.after(GIVE_UP_SECONDS, "give up", self.request_replacement)
 
-    def end(self) -> None:
+    def request_replacement(self) -> None:
         """Ask the guardian to replace this runner at once, and repeat the request until this process is ended."""
-        self.after(ASK_SECONDS, "give up", self.end)
+        self.after(ASK_SECONDS, "give up", self.request_replacement)
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.end_reason))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
-        """Report that the engine has loaded a version of the weights, or failed to."""
+        """Report that the engine loaded a version of the weights, or why it failed to."""
         if self.loading_version == version:
             self.loading_version = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
@@ -313,7 +311,7 @@ class Runner(BaseActor):
             self.announce()  # a runner that failed without weights may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
-        """Report the result of the order `number` to load adapters."""
+        """Report the result of the LoadAdapters message `number`."""
         self.tell(messages.AdaptersLoadResult(
             name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
             adapters=self.engine_side.adapters,
@@ -325,6 +323,6 @@ class Runner(BaseActor):
         self.tell(messages.GroupJoinResult(self.name, self.incarnation, id, error))
 
     def tell(self, message: Any) -> None:
-        """Send to the coordinator; drop the message while none is known."""
+        """Send a message to the coordinator; drop it while no coordinator is known."""
         if self.coordinator is not None:
             self.send(self.coordinator, message)

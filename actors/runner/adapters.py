@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from trinity_es.actors.engines.adapter_checks import checked_adapter, require_same
+from trinity_es.actors.engines.adapter_checks import checked_adapter, require_unchanged
 from trinity_es.actors.engines.interface import Engine, ServesAdapters
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import AdapterPublished
@@ -18,7 +18,7 @@ __all__ = ["AdaptersLoaded", "serve_adapters"]
 
 @dataclass(slots=True)
 class AdaptersLoaded:
-    """Result of an order to load adapters; those that the engine served already are in neither list."""
+    """Result of one LoadAdapters message. Adapters that the engine already served are in neither list."""
 
     loaded: list[tuple[str, int, float]] = field(default_factory=list)
     """(adapter, version, seconds)."""
@@ -38,12 +38,12 @@ async def serve_adapters(
     for event in adapters:
         name, version = event.adapter, event.version
         if getattr(engine, "adapters", {}).get(name, -1) >= version:
-            continue  # the engine has this version, or a newer one of a later order
+            continue  # the engine has this version, or a later message loaded a newer one
         started_at = time.monotonic()
         try:
             if not hasattr(engine, "load_adapter"):
-                raise SyncError(f"engine {type(engine).__name__} serves no adapters: use engine_type vllm")
-            require_same(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
+                raise SyncError(f"engine {type(engine).__name__} can't serve LoRA adapters: use engine_type vllm")
+            require_unchanged(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
             await serving.load_adapter(name, version, event.path, event.digest)
         except BaseException as e:
             result.errors.append((name, version, report_error(f"adapter {name} not loaded", e)))

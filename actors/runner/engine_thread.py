@@ -1,12 +1,12 @@
-"""The engine's side of a runner: the engine, the workflows that play on it, and the asyncio loop under both.
+"""Thread of a runner with the engine, the workflows that call it, and the asyncio event loop that both share.
 
-The loop has its own thread. Methods that the actor calls return at once: they read, or leave the work to the loop
-(`_on_loop`). Everything else runs in the loop and reports to the actor's own loop (`tell`).
+Methods that the actor calls return at once: they read a value, or schedule the work on the loop (`_on_loop`).
+Everything else runs on the loop and reports to the actor's own loop (`tell`).
 
-Workflows share this loop (`shared_event_loop.py` says what they may do there), so at each heartbeat the thread looks at
-every task that the engine depends on. The reporting task is restarted. If the endpoint or the engine ended, the runner
-ends. A unit that ended without an outcome has failed. A unit that its timeout does not end, or that blocks the loop,
-has failed too, and the runner ends without blame for the other units.
+Workflows share this loop (rules in `shared_event_loop.py`), so each heartbeat checks every task that the engine depends
+on. A reporting task that ended is restarted. If the endpoint or the engine ended, the runner ends. A unit (runs of one
+task) that ended without an outcome counts as failed. If a unit goes on after its timeout or blocks the loop, it counts
+as failed too, and the runner ends without a strike for its other units.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, Loa
 from trinity_es.actors.plugin_lookup import resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
-from trinity_es.actors.rollout.shared_event_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.rollout.shared_event_loop import UNIT, EngineLoop, mark_as_runner
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters
@@ -40,7 +40,7 @@ from trinity_es.actors.runner.adaptive_places import Places
 from trinity_es.actors.runner.journal_writer import Journal
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
-from trinity_es.actors.runner.unit_reports import Reporter, runs_of
+from trinity_es.actors.runner.unit_reports import Reporter, run_numbers
 from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
@@ -60,15 +60,15 @@ from trinity_es.events.values import task_from_dict
 __all__ = ["EngineThread"]
 
 FINISHING_SHARE = 0.5
-"""Part of `sync_timeout` in which open requests may end; the rest is for loading the weights."""
+"""Share of `sync_timeout` in which open requests may end; the rest is for loading the weights."""
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
 LAST_WORDS_SECONDS = 1.0
 """How long a runner with a dead engine may take to report finished units."""
 LOST_SECONDS = 120.0
-"""How long the journal of units that failed with kind `infra` is kept, so that the coordinator can read it."""
+"""How long the journal of a unit that failed with kind `infra` is kept, so that the coordinator can read it."""
 LATE_SECONDS = 5.0
-"""How long a run may continue after its timeout, while the loop runs, before the runner ends for it."""
+"""How long a run may go on after its timeout, while the loop is not blocked, before the runner ends because of it."""
 
 _P = ParamSpec("_P")
 
@@ -87,7 +87,7 @@ def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Con
 
 
 class EngineOwner(Protocol):
-    """The runner as this side sees it: `post` may be called from any thread, the others from its own loop."""
+    """Runner that an `EngineThread` reports to. `post` may be called from any thread, the others from its own loop."""
 
     state: str
     incarnation: int
@@ -104,9 +104,9 @@ class EngineOwner(Protocol):
 
 
 class EngineThread:
-    """The engine's side for `model`, whose section of the config is `model_config`; `config` is the system's.
+    """Engine and workflows of a runner, on an event loop in a thread of its own.
 
-    The thread reads the owner's state directly, and leaves reports to the owner's loop (`tell`).
+    The thread reads the owner's state directly, and reports by calls on the owner's loop (`tell`).
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class EngineThread:
         self.workflows: WorkflowRunner | None = None
         self.is_ending = False
         self.patience = config.synchronizer.sync_timeout
-        """Seconds of waiting for the trainer's weights."""
+        """Timeout in seconds for weights from the trainer."""
         self.secrets = SecretFile(config.system.log_dir)
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
-        as_runner()
+        mark_as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
         self.adapters_lock = asyncio.Lock()
         report = functools.partial(self.tell, owner.report)
@@ -153,12 +153,12 @@ class EngineThread:
 
     @property
     def waits_for(self) -> str:
-        """External action that the engine needs before it can start or answer again; empty if none."""
+        """External action that the engine waits for before it can start or answer again; empty if none."""
         return getattr(self.engine, "waits_for", "")
 
     @property
     def runs_wait(self) -> str:
-        """Cause outside of this runner for which its runs wait, in words of a run or of the engine; empty: none."""
+        """Reason outside of this runner why its runs wait, as a run or the engine reports it; empty if none."""
         return self.activity.waiting_text() or getattr(self.engine, "runs_wait", "")
 
     @property
@@ -167,16 +167,16 @@ class EngineThread:
 
     @property
     def activity(self) -> RunActivity:
-        return RunActivity() if self.workflows is None else self.workflows.played
+        return RunActivity() if self.workflows is None else self.workflows.activity
 
     # --- on the loop ------------------------------------------------------------------------------------------------
     def tell(self, method: Callable[..., None], *args: Any) -> None:
-        """Have the actor call one of its methods in its own loop."""
+        """Schedule a call of one of the actor's methods on the actor's own loop."""
         self.owner.post(functools.partial(method, *args))
 
     def run_loop(self) -> None:
-        """Start the engine and run the loop, which never ends; otherwise end this process."""
-        as_runner()
+        """Start the engine and run the loop until this process ends. If the loop breaks, end this process."""
+        mark_as_runner()
         asyncio.set_event_loop(self.loop)
         self.start_task = self.loop.create_task(self.start_engine())
         try:
@@ -186,9 +186,9 @@ class EngineThread:
 
     @_on_loop
     def ping(self, answer: Callable[[], None]) -> None:
-        """Call `answer`, which shows that the loop is not blocked, and check what the loop needs.
+        """Call `answer`, which shows that the loop is not blocked, then check the tasks that the engine depends on.
 
-        A report task that ended is restarted, a dead engine or endpoint ends this runner, overdue units are given up.
+        Restart a report task that ended, end this runner if engine or endpoint is dead, and give up overdue units.
         """
         answer()
         if self.is_ending or self.workflows is None:
@@ -202,10 +202,10 @@ class EngineThread:
         if death_reason is not None:
             self.end_with_engine(death_reason)
         for key in self.workflows.limits.overdue(time.monotonic(), LATE_SECONDS):
-            self.tell(self.owner.give_up, key, "its workflow goes on beyond its timeout, and nothing ends it")
+            self.tell(self.owner.give_up, key, "its workflow still runs after its timeout, and can't be cancelled")
 
     async def start_engine(self) -> None:
-        """Start the engine, its endpoint and what runs need, and have the actor become "ready" or "failed"."""
+        """Start the engine, its HTTP endpoint and what runs need; then set the actor's state to "ready" or "failed"."""
         started_at = time.monotonic()
         if self.model == "rollout":
             self.workers = self.warm_workers()
@@ -247,10 +247,9 @@ class EngineThread:
         self.tell(self.owner.become, "ready", "", time.monotonic() - started_at)
 
     def warm_workers(self) -> WorkerPool:
-        """Return the pool of worker processes.
+        """Return the pool of worker processes, which import the workflows' modules while the engine loads.
 
-        Modules that they are known to need are imported while the engine loads. Beside vLLM that includes torch, which
-        takes seconds to import and which most rewards need.
+        With vLLM they import torch too: it takes seconds, and most rewards need it.
         """
         log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
         pool = WorkerPool(self.places.count, log_file=log_file)
@@ -260,7 +259,7 @@ class EngineThread:
         return pool
 
     async def serve(self, engine: Engine) -> EngineServer:
-        """Return the engine's HTTP endpoint. If it can't start, stop the engine, since no client could reach it."""
+        """Start and return the engine's HTTP endpoint. If it fails, stop the engine, since no client could reach it."""
         try:
             name = (self.model_config.model_path if self.model == "rollout" else "") or self.model
             server = EngineServer(
@@ -275,17 +274,16 @@ class EngineThread:
 
     @_on_loop
     def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
-        """Use these URLs of auxiliary models, by model and by runner."""
         self.endpoints = endpoints
         for name, engine in self.auxiliary.items():
             engine.update(endpoints.get(name, {}))
 
     @_on_loop
     async def stop(self, stopped: Callable[[], None]) -> None:
-        """End all units and the engine; then have the actor call `stopped`."""
+        """Stop all units and the engine; then have the actor call `stopped`."""
         self.is_ending = True
         for key in list(self.units):
-            self._stop_unit(key)  # errors that a closing engine or a killed worker causes are no outcomes
+            self._stop_unit(key)  # so that no unit reports errors of the closing engine or of a killed worker
         try:
             if self.workers is not None:
                 await self.workers.close()
@@ -298,13 +296,13 @@ class EngineThread:
 
     @_on_loop
     def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Begin to run a unit, in place of an earlier attempt at it."""
+        """Start a unit (runs of one task), and cancel an earlier attempt at it that still runs."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
-        task.add_done_callback(lambda task: self._unit_over(key, item, task))
+        task.add_done_callback(lambda task: self._fail_without_outcome(key, item, task))
 
-    def _unit_over(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
-        """Turn the end of a unit's task into an outcome, unless it was stopped or has reported one."""
+    def _fail_without_outcome(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
+        """Report a unit (runs of one task) as failed if its asyncio task ended unasked and without an outcome."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
             return
@@ -312,40 +310,40 @@ class EngineThread:
         outcome = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
         self.log.error("the task of unit %s %s", key, outcome)
         message = f"the task that ran it {outcome}, by a workflow on the same loop"
-        result = UnitResult(failures=[(run, "workflow", message) for run in runs_of(item.unit)])
+        result = UnitResult(failures=[(run, "workflow", message) for run in run_numbers(item.unit)])
         self.reporter.finished.put_nowait((item, result))
 
     @_on_loop
     def stop_unit(self, key: Key) -> None:
-        """Stop a unit that the coordinator cancelled, and free its journal."""
+        """Stop a unit that the coordinator cancelled, and delete its journal."""
         self._stop_unit(key)
         if self.journal is not None:
-            self.journal.settled(key)
+            self.journal.release(key)
 
     @_on_loop
-    def settled(self, keys: list[Key], lost: list[Key]) -> None:
-        """Free the journal of units whose outcomes are in the log; of `lost` units later, after it was read."""
+    def free_journals(self, keys: list[Key], lost: list[Key]) -> None:
+        """Delete the journal of units whose outcomes are in the log; that of `lost` units after LOST_SECONDS."""
         self._free_journal(keys)
         if lost:
             self.loop.call_later(LOST_SECONDS, self._free_journal, lost)
 
     def _free_journal(self, keys: list[Key]) -> None:
-        """Free the journal of these units, except those that run again here."""
+        """Delete the journal of these units (runs of one task each), except of those that run again here."""
         for key in keys:
             if self.journal is not None and key not in self.units:
-                self.journal.settled(key)
+                self.journal.release(key)
 
     def _stop_unit(self, key: Key) -> None:
-        """Cancel a unit's task without an outcome; a missing unit is fine."""
+        """Cancel a unit's asyncio task, if there is one, without an outcome."""
         task = self.units.pop(key, None)
         if task is not None:
             task.cancel()
 
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
-        """Play a unit once it has a place, and hand its result to the reporter. A dead engine ends this runner."""
+        """Execute a unit (runs of one task) once a place is free; report its result. A dead engine ends the runner."""
         UNIT.set(key)
         async with self.places:
-            runs = runs_of(item.unit)
+            runs = run_numbers(item.unit)
             try:
                 data = item.task
                 if data is None:
@@ -354,9 +352,9 @@ class EngineThread:
                 task = task_from_dict(revealed, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 leases = UnitLeases(functools.partial(self.tell, self.owner.lease_changed), item, self.secrets)
-                journal = await self.journal_of(key, item)
+                make_journal = await self.journal_maker(key, item)
                 result = await self.workflows.execute(
-                    task, item.batch_id, runs, timeout=item.timeout or None, leases=leases, journal=journal
+                    task, item.batch_id, runs, timeout=item.timeout or None, leases=leases, journal=make_journal
                 )
             except asyncio.CancelledError:
                 raise
@@ -370,8 +368,8 @@ class EngineThread:
         if self.workflows is not None and self.workflows.engine_dead is not None:
             self.end_with_engine(self.workflows.engine_dead)
 
-    async def journal_of(self, key: Key, item: UnitAssignment) -> Callable[[int], RunJournal] | None:
-        """Return a function from a unit's run to its journal with earlier attempts' records; None without a journal."""
+    async def journal_maker(self, key: Key, item: UnitAssignment) -> Callable[[int], RunJournal] | None:
+        """Return a function that makes the journal of a run with earlier attempts' records; None without a journal."""
         if (journal := self.journal) is None:
             return None
         kept: dict[int, KeptRun] = {}
@@ -386,11 +384,11 @@ class EngineThread:
             return item.batch_id, item.submission, item.unit.task, run
 
         if item.unit.attempt > 1:
-            await journal.write([attempt(identity(run), item.unit.attempt) for run in runs_of(item.unit)])
+            await journal.write([attempt(identity(run), item.unit.attempt) for run in run_numbers(item.unit)])
         return lambda run: RunJournal(identity(run), journal, kept.get(run))
 
     def end_with_engine(self, reason: str) -> None:
-        """End this runner, since its engine is dead; finished units are reported first. The guardian replaces it."""
+        """End this runner because its engine is dead. Finished units are reported first; the guardian replaces it."""
         if self.owner.state != "ready" or self.is_ending:
             return
         self.is_ending = True
@@ -400,7 +398,7 @@ class EngineThread:
 
     @_on_loop
     async def load_weights(self, message: LoadWeights) -> None:
-        """Load weights from their folder or from the trainer's group; `weights_done` gets the result."""
+        """Load weights from a folder, or by the trainer's broadcast. The owner's `weights_done` gets the result."""
         started_at = time.monotonic()
         error = None
         try:
@@ -416,28 +414,29 @@ class EngineThread:
 
     @_on_loop
     async def load_adapters(self, message: LoadAdapters) -> None:
-        """Serve the adapters of an order one after another; `adapters_done` gets the result."""
+        """Serve exactly the adapters that the message lists. The owner's `adapters_done` gets the result."""
         async with self.adapters_lock:
             result = await serve_adapters(self.engine, message.adapters, self.report_load_error)
         self.tell(self.owner.adapters_done, message.number, result)
 
     @_on_loop
     async def join_group(self, message: JoinGroup) -> None:
-        """Join a trainer's group; `group_joined` gets the result."""
+        """Join the group in which the trainer broadcasts weights. The owner's `group_joined` gets the result."""
         error = None
         try:
             engine = cast(ReceivesWeights, self.engine)
             if not hasattr(engine, "join_weight_group"):
-                raise SyncError(f"{self.model_config.engine_class} can't join a group for weights")
+                name = self.model_config.engine_class
+                raise SyncError(f"{name} can't join a group for weights: use sync_method checkpoint or memory")
             await engine.join_weight_group(
                 message.address, message.port, message.rank_offset, message.world_size, self.patience
             )
         except BaseException as e:
-            error = self.report_load_error("no group for weights", e)
+            error = self.report_load_error("the engine did not join the group for weights", e)
         self.tell(self.owner.group_joined, message.id, error)
 
     def report_load_error(self, what: str, error: BaseException) -> str:
-        """Log that loading failed, and return the error's text for the coordinator. A dead engine ends this runner."""
+        """Log that loading failed, and return the error's text. If the engine is dead, end this runner."""
         self.log.error(what, exc_info=error)
         text = _error_text(error)
         if isinstance(error, EngineError) and error.details.get("dead"):
@@ -446,5 +445,5 @@ class EngineThread:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return an error as text, with its type unless it is one of ours."""
+    """Return an error's text, after its type if it is not a TrinityError."""
     return str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
 """The runner's journal: records of unfinished runs.
 
-At each interval the new tokens of all open calls are one write. The end of a call or step is written at once. A thread
-does what takes time: it syncs files to the disk, and writes to PostgreSQL whatever waits in one group. If the store
-can't be written, work goes on without a journal, and the runner's log says so. Lost records only make a kept prefix
-shorter.
+At each interval, one write holds the new tokens of all open calls to the engine. The end of a call or step is written
+at once. A thread does the slow parts: it syncs files to disk, and writes waiting records to PostgreSQL as one group. If
+the store can't be written, runs go on without a journal, and the runner's log says so. If records are lost, a later
+attempt only continues from an earlier token.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trinity_es.events.store.journal_store import Journals, Life
 __all__ = ["Journal"]
 
 SEGMENT_BYTES = 4 * 1024 * 1024
-"""Size from which a new segment begins; a segment is freed when all its units are settled."""
+"""Size at which a new segment begins. A segment is deleted when the log has the outcomes of all its units."""
 PATIENCE_SECONDS = 2.0
-"""How long a call waits for the record of its end, since a database may hang."""
+"""Maximum time that a call to the engine waits until its end is recorded, since a database may hang."""
 
 
 class Journal:
-    """Journal of one life of a runner, used on the engine's loop."""
+    """Journal of one incarnation of a runner, used on the engine's loop."""
 
     def __init__(
         self, opens: Callable[[], Journals], life: Life, settings: ProgressConfig, log: logging.Logger
@@ -43,7 +43,7 @@ class Journal:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._segment, self._sizes = 0, dict[int, int]()
-        """Number of the segment that is written, and the bytes of each segment that is kept."""
+        """Number of the current segment; bytes in each segment that is not deleted."""
         self._units: dict[int, set[Key]] = {0: set()}
         """Unsettled units that may have records, by segment."""
         self._active: set[Key] = set()
@@ -51,8 +51,8 @@ class Journal:
         self._failing = False
 
     async def run(self) -> None:
-        """Write queued records as they come and, at each interval, the new tokens of open calls, until cancelled."""
-        with contextlib.suppress(Exception):  # the first write tries again, and says so
+        """Until cancelled, write queued records at once, and the new tokens of open calls at each interval."""
+        with contextlib.suppress(Exception):  # the first write retries, and logs the error
             await self._in_thread(self._open)
         due = time.monotonic() + self._settings.seconds
         while True:
@@ -94,12 +94,12 @@ class Journal:
         await asyncio.wait([done], timeout=PATIENCE_SECONDS)
 
     def begin(self, key: Key) -> None:
-        """Expect records of a unit from now on."""
+        """Keep all segments from the current one on until this unit (runs of one task) is released."""
         self._active.add(key)
         self._units[self._segment].add(key)
 
-    def settled(self, key: Key) -> None:
-        """Note that a unit needs no records any more; free the segments that only it needed."""
+    def release(self, key: Key) -> None:
+        """Delete the segments that only this unit (runs of one task) still needed: the log has its outcome."""
         self._active.discard(key)
         if not self._active and self._sizes.get(self._segment):
             self._next_segment()
@@ -121,7 +121,7 @@ class Journal:
             self._grow(len(data))
 
     async def _put(self, data: bytes, durable: bool) -> None:
-        """Write a group. `durable` syncs it and all earlier ones to the disk; otherwise the next interval does."""
+        """Write records. `durable` syncs them and all earlier ones to disk; otherwise the next interval does."""
         if data and self._writes_at_once():
             self._write_at_once(data)
             data = b""
@@ -138,9 +138,9 @@ class Journal:
 
     def _fail(self, error: Exception) -> None:
         if not self._failing:
-            self._log.error("the journal is not written, and work goes on without it: %s", error)
+            self._log.error("the journal can't be written, and runs go on without it: %s", error)
         self._failing = True
-        self._next_segment()  # the tail of this one may be torn
+        self._next_segment()  # the current one may end in half a record
 
     async def _in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
@@ -154,7 +154,7 @@ class Journal:
         self._open().append(self._life, segment, data, durable=durable)
 
     def _grow(self, size: int) -> None:
-        """Count written bytes. Begin a new segment if this one is full, and drop the oldest beyond the limit."""
+        """Count written bytes. Begin a new segment if this one is full; delete the oldest beyond `max_bytes`."""
         if not size:  # a sync, which succeeds on a full disk too
             return
         if self._failing:

@@ -1,6 +1,6 @@
-"""Lease changes of runs, on their way into the log.
+"""Changes of leases (sandboxes or sessions that runs hold), which a runner keeps until they are in the log.
 
-Changes go out in numbered groups, in order. A runner keeps a group and sends it again until the coordinator confirms
+Changes are sent in numbered groups, in order. A runner keeps a group and sends it again until the coordinator confirms
 that the log has it. A run that takes a lease waits for this confirmation, so the runner sends that change at once, with
 all earlier ones. Other changes wait 0.1 s, so that one group carries several. `UnitLeases` cleans texts and checks
 values when a run reports them, because a later error could not be raised in the run.
@@ -28,32 +28,33 @@ __all__ = ["LeaseReports", "UnitLeases"]
 
 
 class LeaseReports(NumberedGroups[LeaseReport]):
-    """Groups of lease changes. Pure, with the time as an argument."""
+    """Groups of lease changes that are not confirmed yet. Pure, with the time as an argument."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
         self._unsent: list[LeaseChange] = []
         self._futures: dict[str, Future[Any]] = {}
-        """What runs wait for, by lease: that the log has a lease that they take."""
+        """Futures that runs wait for, by lease id. Each resolves when the log has the lease that the run takes."""
 
     def put(self, change: LeaseChange, recorded: Future[Any]) -> None:
         """Add a change to the next group.
 
-        `recorded` ends once the log has the lease that the change takes, with the handle that it takes over, if any; at
-        once if it takes none.
+        If the change takes a lease, `recorded` resolves when the log has it. The result is the handle that the lease
+        takes over from an earlier one, or None. For other changes `recorded` resolves at once.
         """
         if change.what in ("released", "left") and change.lease in self._futures:
-            self._withdraw(change.lease)
+            self._withdraw_taking(change.lease)
         self._unsent.append(change)
         if change.what == "taken":
             self._futures[change.lease] = recorded
         else:
             recorded.set_result(None)
 
-    def _withdraw(self, lease: str) -> None:
-        """Drop the taking of a lease that was left before the log confirmed it: nothing was created for it.
+    def _withdraw_taking(self, lease: str) -> None:
+        """Drop the "taken" change of a lease that its run gave up unconfirmed. Nothing was created for that lease.
 
-        The log may have the lease, and the coordinator may have released it: sent again, it would be taken once more.
+        The coordinator may already have recorded and released it. If the change was sent again, it would be taken
+        once more.
         """
 
         def without_taking(changes: list[LeaseChange]) -> list[LeaseChange]:
@@ -62,10 +63,10 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         self._unsent = without_taking(self._unsent)
         for number, group in self.unconfirmed.items():
             self.unconfirmed[number] = replace(group, changes=without_taking(group.changes))
-        self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
+        self._futures.pop(lease).set_exception(WorkflowError(f"lease {lease} was given up before the log had it"))
 
     def next_groups(self, known: Mark | None, now: float) -> list[LeaseReport]:
-        """Return the unsent changes as groups to send now. `known`: the end of the log, as far as this runner heard."""
+        """Return the unsent changes as groups to send now. `known`: last position of the log known to this runner."""
         if not self._unsent:
             return []
         parts = split_by_size(self._unsent, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
@@ -77,7 +78,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         return groups
 
     def acknowledge(self, reply: LeaseReply) -> None:
-        """Forget a confirmed group, and tell the runs whose leases it takes. A second confirmation does nothing."""
+        """Drop a confirmed group, and resolve the futures of its "taken" changes. Ignore a repeated confirmation."""
         group = self.drop(reply.number)
         if group is None:
             return
@@ -92,16 +93,16 @@ class LeaseReports(NumberedGroups[LeaseReport]):
 
 
 class UnitLeases:
-    """Reporter of the leases of one attempt's runs (a `LeaseRecorder`), usable from any thread."""
+    """`LeaseRecorder` for one attempt at a unit (some runs of one task), usable from any thread."""
 
     def __init__(
         self, send: Callable[[LeaseChange, Future[Any]], None], item: UnitAssignment, secrets: SecretFile
     ) -> None:
-        """Call `send` with each change, from any thread. `secrets`: those of tasks, which the log must not have."""
+        """`send` gets each change, in the caller's thread. `secrets`: secrets of tasks, which the log must not hold."""
         self._send, self._item, self._secrets = send, item, secrets
 
     def report(self, *, lease: str, what: Any, run: int, **fields: Any) -> Future[Any]:
-        """Report a change to the coordinator; the future ends when the log has it, as `LeaseReports.put` says.
+        """Report a lease change to the coordinator. The future resolves as `LeaseReports.put` says.
 
         `fields`: further fields of `LeaseChange`. Raises WorkflowError for values that can't or must not be recorded.
         """

@@ -1,7 +1,7 @@
-"""Outcomes of a runner, on their way into the log. Pure, with the time as an argument.
+"""Outcomes that a runner keeps until they are in the log. Pure, with the time as an argument.
 
-Outcomes go out in numbered groups. A group is kept and sent again until the coordinator confirms its number, when the
-log has it. The units of confirmed groups are remembered for long, because a unit may arrive twice.
+Outcomes are sent in numbered groups. A group is kept and sent again until the coordinator confirms that the log has it.
+The units of confirmed groups are remembered, because a unit may arrive twice.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from trinity_es.events.values import BatchId
 __all__ = ["RESEND_SECONDS", "Key", "NumberedGroups", "Outbox", "key_of"]
 
 RESEND_SECONDS = 5.0
-"""How long outcomes may stay unconfirmed before they are sent again."""
+"""Time after which an unconfirmed group is sent again."""
 REMEMBERED_UNITS = 20_000
-"""Maximum number of remembered units whose outcome is in the log and which are not run again."""
+"""Maximum number of units that are remembered as recorded in the log, so that they do not run again."""
 
 Key = tuple[BatchId, str, int, int]
-"""Identity of a unit: batch, submission, task, first run."""
+"""Identity of a unit (runs of one task): batch, submission, task, first run."""
 
 
 def key_of(outcome: UnitOutcome) -> Key:
-    """Return the identity of an outcome's unit."""
     return (outcome.batch_id, outcome.submission, outcome.unit.task, outcome.unit.run_id_base)
 
 
@@ -34,7 +33,7 @@ _G = TypeVar("_G")
 
 
 class NumberedGroups(Generic[_G]):
-    """Reports of one life of a runner, in groups that are kept until their number is confirmed."""
+    """Reports of one incarnation of a runner. Each group is kept until the coordinator confirms its number."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
@@ -44,40 +43,37 @@ class NumberedGroups(Generic[_G]):
         self._sent_at: dict[int, float] = {}
 
     def keep(self, group: _G, now: float) -> _G:
-        """Keep a group under the newest number; the caller sends it now."""
+        """Keep a group under the newest number, and return it; the caller sends it now."""
         self.unconfirmed[self.number] = group
         self._sent_at[self.number] = now
         return group
 
     def due(self, now: float, *, resend_all: bool = False) -> list[_G]:
-        """Return the groups to send now, and note them as sent.
-
-        These are the groups unconfirmed for too long, or with `resend_all`, for a new coordinator, all of them.
-        """
+        """Return the groups sent more than RESEND_SECONDS ago, or all with `resend_all`, and note them as sent now."""
         numbers = [n for n in self.unconfirmed if resend_all or now - self._sent_at[n] > RESEND_SECONDS]
         self._sent_at.update(dict.fromkeys(numbers, now))
         return [self.unconfirmed[n] for n in numbers]
 
     def drop(self, number: int) -> _G | None:
-        """Forget a group; return it, or None if it is forgotten already."""
+        """Remove and return a group; None if it was removed already."""
         self._sent_at.pop(number, None)
         return self.unconfirmed.pop(number, None)
 
 
 class Outbox(NumberedGroups[OutcomeReport]):
-    """Groups of outcomes, and the units whose outcomes are in the log."""
+    """Unconfirmed groups of outcomes, and the units whose outcomes are in the log."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         super().__init__(name, incarnation)
         self._settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
 
     def put(self, outcomes: list[UnitOutcome], known: Mark | None, now: float) -> OutcomeReport:
-        """Make a group of these outcomes, to send now."""
+        """Keep and return a group of these outcomes, to send now. `known`: last position of the log known here."""
         self.number += 1
         return self.keep(OutcomeReport(self.name, self.incarnation, self.number, outcomes, known), now)
 
     def acknowledge(self, numbers: Iterable[int]) -> list[UnitOutcome]:
-        """Forget these groups, which are in the log; return their outcomes. A second confirmation is fine."""
+        """Remove groups that are in the log, and return their outcomes. Groups removed before are ignored."""
         outcomes: list[UnitOutcome] = []
         for number in numbers:
             group = self.drop(number)

@@ -1,7 +1,7 @@
-"""Reports of a runner about its units: their experiences in the payload store, and an outcome for each.
+"""Reports of finished units (runs of one task): experiences go to the payload store, an outcome to the coordinator.
 
-Finished units are written and reported in groups; the next group gathers while one is written. A fault in a unit's
-experiences or numbers fails that unit, not its group.
+Units are written and reported in groups; the next group gathers while one is written. If the experiences or metrics of
+a unit can't be recorded, that unit fails and its group does not.
 """
 
 from __future__ import annotations
@@ -24,40 +24,37 @@ from trinity_es.events.store.payloads.payloads import PayloadStore, open_payload
 from trinity_es.events.values import FailureKind
 from trinity_es.events.vocabulary import PayloadRef, Unit
 
-__all__ = ["Reporter", "failed", "runs_of", "write_group"]
+__all__ = ["Reporter", "failed_outcome", "run_numbers", "write_group"]
 
 STORE_SECONDS = 2.0
-"""Time limit of one attempt at the payload store."""
+"""Timeout of one attempt to use the payload store."""
 FULL_SECONDS = 0.5, 5.0
-"""Pause before a payload store that can't be written is tried again: the first, and the longest."""
+"""First and longest pause between attempts while the payload store can't be written."""
 
 
 class Reporter:
-    """Writer of finished units into the payload store; `report` gets their outcomes. Used on the engine's loop."""
+    """Writer of finished units (runs of one task) into the payload store; passes their outcomes to `report`."""
 
     _quick: PayloadStore
-    """Store whose calls fail after `STORE_SECONDS`, so that heartbeats soon say what the runner waits for."""
+    """The payload store, with calls that fail after `STORE_SECONDS`, so that heartbeats soon report the trouble."""
     payloads: PayloadStore
-    """Store whose calls wait while it is away."""
+    """The payload store, with calls that wait while the database is away."""
 
     def __init__(
         self, store: StoreConfig, report: Callable[[list[UnitOutcome]], None], log: logging.Logger,
         place: str | None = None,
     ) -> None:
-        """`place`: place of the payloads (`open_payloads`)."""
+        """`place`: where the payloads are, as for `open_payloads`."""
         self.store, self.report, self.log, self.place = store, report, log, place
         self.trouble = ""
-        """Reason why finished units can't be stored now."""
+        """Why finished units can't be stored now; empty if they can."""
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
         self._group: list[tuple[UnitAssignment, UnitResult]] = []
         """Units that are being written."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")  # works even while every workflow hangs
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")  # hanging workflows can't occupy it
 
     def open(self) -> None:
-        """Open the payload store.
-
-        This and the other methods wait while the database is away, because finished work is expensive to do again.
-        """
+        """Open the payload store. Wait while the database is away, because it is expensive to repeat finished runs."""
         store = self.store
         opened = patiently(
             lambda: open_payloads(store.url, place=self.place, durability=store.durability, patience=STORE_SECONDS),
@@ -67,7 +64,7 @@ class Reporter:
         self._quick, self.payloads = opened, patient(opened, store.retry_for)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a call that uses the payload store, made in the store's own thread."""
+        """Make a call that uses the payload store in the store's own thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     async def run(self) -> None:
@@ -83,17 +80,16 @@ class Reporter:
             except Exception as e:
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
-                outcomes = [failed(item, "infra", message) for item, _ in group]
+                outcomes = [failed_outcome(item, "infra", message) for item, _ in group]
             self._group.clear()
             for part in split_by_size(outcomes, outcome_size):
                 self.report(part)
 
     async def _write_patiently(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
-        """Write finished units and return their outcomes. While the store can't be written, for instance because its
-        disk is full, retry without limit.
+        """Write finished units and return their outcomes. Retry without limit while the store can't be written.
 
-        That is no unit's failure, and generating again costs more than keeping. Meanwhile the runner takes no more
-        units than it has places, and every heartbeat says what it waits for.
+        A full disk, say, is no failure of a unit, and generating again costs more than waiting. Meanwhile the runner
+        takes no more units than it may run at once, and its heartbeats say what it waits for.
         """
         pauses = Backoff(*FULL_SECONDS)
         while True:
@@ -112,14 +108,15 @@ class Reporter:
 
 
 def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
-    """Write one payload for all experiences of the group, and one for the results of a unit with many of them; return
-    an outcome for each unit.
+    """Write the experiences of all units as one payload, and return an outcome for each unit.
+
+    Results that are too large for a message become a payload of their own.
     """
     experiences = [result.experiences if item.keep_experiences else [] for item, result in group]
     errors: dict[int, str] = {}
     try:
         data = Experience.serialize_many([e for part in experiences for e in part])
-    except TrinityError:  # one unit's experiences can't be written: find it, and write the others
+    except TrinityError:  # experiences of some unit can't be written: find that unit, and write the others
         for index, part in enumerate(experiences):
             try:
                 Experience.serialize_many(part)
@@ -131,12 +128,12 @@ def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: Payloa
     outcomes = []
     for index, (item, result) in enumerate(group):
         if index in errors:
-            outcomes.append(failed(item, "data", errors[index]))
+            outcomes.append(failed_outcome(item, "data", errors[index]))
             continue
         count = len(experiences[index])
         outcome = UnitOutcome(
             batch_id=item.batch_id, submission=item.submission, unit=item.unit, results=result.results,
-            failures=_brief(result.failures),
+            failures=_with_first_messages(result.failures),
             payload=PayloadRef(digest=digest, first=first, count=count) if count else None,
             model_version=result.model_version, model_version_end=result.model_version_end, seconds=result.seconds,
             other_tokens=result.other_tokens, lacks=result.lacks,
@@ -144,31 +141,30 @@ def write_group(group: list[tuple[UnitAssignment, UnitResult]], payloads: Payloa
         first += count
         try:
             if (size := outcome_size(outcome)) > LARGEST_RESULTS:
-                outcome = failed(item, "data", f"the metrics of its runs take {size:,} bytes: the limit is "
+                outcome = failed_outcome(item, "data", f"the metrics of its runs take {size:,} bytes: the limit is "
                                  f"{LARGEST_RESULTS:,}. Give each run fewer, or set "
                                  "explorer.max_repeat_times_per_runner")
         except TypeError as e:
-            outcome = failed(item, "data", f"its metrics can't be recorded: {e}")
+            outcome = failed_outcome(item, "data", f"its metrics can't be recorded: {e}")
         outcomes.append(outcome)
     return [pack_results(outcome, payloads) for outcome in outcomes]
 
 
-def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
-    """Return the outcome of a unit all of whose runs failed."""
-    failures = _brief([(run, kind, message) for run in runs_of(item.unit)])
+def failed_outcome(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
+    """Return the outcome of a unit (runs of one task) whose runs all failed with this kind and message."""
+    failures = _with_first_messages([(run, kind, message) for run in run_numbers(item.unit)])
     return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
 
 
-def runs_of(unit: Unit) -> range:
-    """Return the numbers of a unit's runs."""
+def run_numbers(unit: Unit) -> range:
     return range(unit.run_id_base, unit.run_id_base + unit.runs)
 
 
-def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
-    """Return the failures with only the first message of each kind, which alone is recorded, fit for the log."""
+def _with_first_messages(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
+    """Return the failures with the first message of each kind, shortened, and empty messages for the others."""
     kinds: set[FailureKind] = set()
-    brief = []
+    reduced = []
     for run, kind, message in failures:
-        brief.append((run, kind, "" if kind in kinds else shorten_error(message)))
+        reduced.append((run, kind, "" if kind in kinds else shorten_error(message)))
         kinds.add(kind)
-    return brief
+    return reduced

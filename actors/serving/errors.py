@@ -1,4 +1,4 @@
-"""Errors for clients of an HTTP server: OpenAI's JSON and statuses, and Anthropic's JSON on its routes. Pure."""
+"""Error responses for clients of an HTTP server, in OpenAI's form, and in Anthropic's form on its routes. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.sampling_checks import brief
+from trinity_es.actors.engines.sampling_checks import excerpt
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
-__all__ = ["ApiError", "StreamPlace", "body_of", "event", "json_object", "refusal", "wrong"]
+__all__ = ["ApiError", "StreamPlace", "as_api_error", "error_body", "invalid_field", "json_object", "sse_event"]
 
 _ANTHROPIC_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                     404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
-"""Anthropic's name for an error, by status; others are `api_error`."""
+"""Anthropic's error types by HTTP status; all others are `api_error`."""
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d+)')
 
 
 class ApiError(Exception):
-    """An error response: OpenAI's status, type, `param` and `code`."""
+    """Exception that becomes an error response with OpenAI's status, type, `param` and `code`."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None,
                  code: str | int | None = None) -> None:
@@ -32,13 +32,13 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
 
-def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
-    """Return the error for the field `name` of a request; `wanted` describes the values that it may have."""
-    return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
+def invalid_field(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
+    """Return the error for an invalid `value` of the field `name`. `wanted` describes the allowed values."""
+    return ApiError(f"{name} is {excerpt(value)}: give {wanted}", param=param or name, code="invalid_value")
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return a request's JSON object. Raises ApiError."""
+    """Return a request's body as a JSON object. Raises ApiError if it is none."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
@@ -48,8 +48,8 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def refusal(error: Exception) -> ApiError:
-    """Return the error response for an exception that ended a request: 400 if the request caused it, else 5xx."""
+def as_api_error(error: Exception) -> ApiError:
+    """Return the ApiError for an exception that ended a request: status 400 if the request caused it, else 5xx."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, WorkflowError | DataError):
@@ -62,13 +62,12 @@ def refusal(error: Exception) -> ApiError:
     return ApiError(message, status=500)
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """Return a JSON value as a server-sent event."""
+def sse_event(body: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def body_of(error: ApiError, path: str) -> dict[str, Any]:
-    """Return an error in the form of this route: Anthropic's under `/v1/messages`, otherwise OpenAI's."""
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """Return an error's JSON in the form of the route `path`: Anthropic's under `/v1/messages`, else OpenAI's."""
     if not path.startswith("/v1/messages"):
         return error.body()
     error_type = _ANTHROPIC_TYPES.get(error.status, "api_error")
@@ -76,26 +75,26 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
 
 
 class StreamPlace:
-    """Position in a stream of events on this route: an error that ends the stream needs the next number."""
+    """Counter of the events of a stream on the route `path`. An error that ends the stream needs the next number."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.next_number = 0
 
     def count(self, part: bytes) -> None:
-        """Note the number of the last event in this part of a stream; only the route `/v1/responses` numbers events."""
+        """Note the number of the last event in a part of the stream. Only `/v1/responses` numbers its events."""
         numbers = _NUMBER.findall(part) if self.path == "/v1/responses" else []
         if numbers:
             self.next_number = int(numbers[-1]) + 1
 
     def last_event(self, error: ApiError) -> bytes:
-        """Return an error as the event that ends the stream here.
+        """Return an error as the event that ends the stream.
 
-        Anthropic's client ignores an event without a name, and takes the end of the stream for a normal one.
+        In Anthropic's form the event has a name: without one, the client ignores it and takes the end for a normal one.
         """
-        body = body_of(error, self.path)
+        body = error_body(error, self.path)
         if self.path == "/v1/responses":
-            # OpenAI's event is flat, and its Python client raises only if there is an `error` too.
+            # OpenAI's event is flat, but its Python client raises only if there is an `error` too.
             body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
                      "sequence_number": self.next_number}
-        return (b"event: error\n" if "type" in body else b"") + event(body)
+        return (b"event: error\n" if "type" in body else b"") + sse_event(body)

@@ -1,7 +1,7 @@
 """HTTP server on the running event loop, for an engine's endpoint and for the proxy of mode `serve`.
 
-It leaves the process's signals alone, answers unknown routes in OpenAI's form, and cancels a request whose client
-disconnects. Starlette and uvicorn are imported in the functions, not here.
+It installs no signal handlers, answers unknown routes in OpenAI's form, and cancels a request whose client disconnects.
+Starlette and uvicorn are imported in the functions, not here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from trinity_es.actors.serving.errors import ApiError, body_of
+from trinity_es.actors.serving.errors import ApiError, error_body
 from trinity_es.events.errors import StartupError
 from trinity_es.events.processes import raise_file_limit
 
@@ -31,47 +31,47 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = [
-    "BODY_LIMIT", "STOP_SECONDS", "Gone", "bearer", "begin", "end", "json_response",
-    "limited_http", "listen", "make_app", "make_server", "no_route", "read_body", "server_class", "tls_options",
-    "url_of", "while_listening",
+    "BODY_LIMIT", "STOP_SECONDS", "Gone", "bearer_header", "json_response", "limited_http", "listen", "make_app",
+    "make_server", "no_route_error", "read_body", "run_until_disconnect", "server_class", "start_serving",
+    "stop_serving", "tls_options", "url_of",
 ]
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5
-"""How long open connections may take to end with the server."""
+"""How long open connections may take to end when the server stops."""
 DATE_SECONDS = 1.0
-"""How long a response header may repeat the same date."""
+"""How long responses may repeat the same date header."""
 KEEP_ALIVE_SECONDS = 60
-"""How long an idle connection is kept: much longer than clients keep it, because they must close first."""
+"""How long an idle connection is kept: much longer than clients keep it, because clients must close it first."""
 
 BODY_LIMIT = 32 * 2**20
-"""Maximum size of a request's body, in bytes. Ten million tokens do not fit, and no model has room for them."""
+"""Maximum size of a request's body in bytes. Ten million token ids do not fit, but no model takes so long a prompt."""
 MOST_CONNECTIONS = 16_384
-"""Maximum number of connections; further ones wait. It is lower if this process may open fewer files."""
+"""Maximum number of connections, lower if this process may open fewer files; further clients wait."""
 SPARE_FILES = 256
-"""Files reserved for other uses: engines, the log, actors."""
+"""Number of open files reserved for other uses: engines, the log, actors."""
 FULL_PAUSE_SECONDS = 0.05
-"""Pause before the next check for room for another connection."""
+"""Interval between checks if another connection can be accepted."""
 IDLE_SECONDS = 1.0
-"""How long a connection may be idle while others wait, before it is closed."""
+"""Idle time after which a connection is closed if other clients wait."""
 WARN_SECONDS = 60.0
 """Minimum interval between two warnings that new clients wait."""
 BODY_SECONDS = 300.0
-"""How long a request's body may take."""
+"""How long a request's body may take to arrive."""
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 class Gone(ApiError):
-    """The client that would read the answer is gone."""
+    """The client has disconnected before it got the answer."""
 
 
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError 413 if the body is larger than `limit` bytes, before reading it if Content-Length says so; ApiError
-    408 if it does not arrive within `BODY_SECONDS`; Gone if the client disconnected.
+    Raises ApiError with status 413 if the body is larger than `limit` bytes (without reading it if Content-Length says
+    so), with status 408 if it does not arrive within `BODY_SECONDS`; Gone if the client disconnected.
     """
     from starlette.requests import ClientDisconnect
 
@@ -98,13 +98,13 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     return b"".join(parts)
 
 
-def bearer(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the key of a request as `Bearer <key>`, also if it came as `x-api-key`, as from Anthropic's clients."""
+def bearer_header(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return a request's key as `Bearer <key>`, from `Authorization` or, for Anthropic's clients, from `x-api-key`."""
     return headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
 def listen(address: str, port: int, who: str = "the HTTP server", remedy: str = "") -> socket.socket:
-    """Return a socket that listens on this address and port (0: a free one). Raises StartupError."""
+    """Return a socket that listens on this address and port (0: any free port). Raises StartupError."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -117,7 +117,7 @@ def listen(address: str, port: int, who: str = "the HTTP server", remedy: str = 
 
 
 def url_of(listening: socket.socket, tls: bool = False) -> str:
-    """Return the URL, such as `http://127.0.0.1:41234`."""
+    """Return the URL of a listening socket, such as `http://127.0.0.1:41234`."""
     host, port = listening.getsockname()[:2]
     if host == "0.0.0.0":
         host = "127.0.0.1"
@@ -125,9 +125,9 @@ def url_of(listening: socket.socket, tls: bool = False) -> str:
 
 
 def tls_options(cert: str, key: str) -> dict[str, Any]:
-    """Return uvicorn's options for HTTPS with these certificate files; none without files.
+    """Return uvicorn's options for HTTPS with these PEM files; {} if `cert` is empty.
 
-    Raises StartupError if they can't be used.
+    Raises StartupError if the files can't be used.
     """
     if not cert:
         return {}
@@ -143,7 +143,7 @@ def tls_options(cert: str, key: str) -> dict[str, Any]:
 
 
 def limited_http() -> Any:
-    """Return uvicorn's `http`, whose idle connections give way to waiting clients and keep nothing of old requests."""
+    """Return a class for uvicorn's option `http`: idle connections close for waiting clients, and free old requests."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -151,11 +151,11 @@ def limited_http() -> Any:
 
     class Limited(HttpToolsProtocol):
         _current_cycle: Any = None
-        """The request that is being answered; uvicorn's own `cycle` is the last one read."""
+        """The request that is being answered; uvicorn's own `cycle` is the last request read."""
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Extend uvicorn's: drop the requests that wait, and tell the one in work that its client is gone."""
-            self._unset_keepalive_if_required()  # uvicorn leaves it after a reset of the connection
+            """Extend uvicorn's method: drop waiting requests, and mark the current one as disconnected."""
+            self._unset_keepalive_if_required()  # uvicorn leaves this timer after a reset of the connection
             self.pipeline.clear()
             if self._current_cycle is not None and not self._current_cycle.response_complete:
                 self._current_cycle.disconnected = True
@@ -163,36 +163,36 @@ def limited_http() -> Any:
             super().connection_lost(exc)
 
         def on_response_complete(self) -> None:
-            # Work that begins here (a timer, the next request) would keep this request's context with everything in it.
+            # In an empty context, since a timer or task started here would keep this request's context in memory.
             Context().run(super().on_response_complete)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            """Extend uvicorn's: an answer ends its connection while the server is full."""
+            """Extend uvicorn's method: while the server is full, close the connection after the answer."""
             self._current_cycle = cycle
             if getattr(self.server_state, "full", False):
-                cycle.keep_alive = False  # the answer's headers say so, too
+                cycle.keep_alive = False  # the answer's headers say so too
             super()._start_asgi_task(cycle, app)
 
         def give_way(self) -> None:
             """Close this connection if it has been idle for IDLE_SECONDS."""
-            timer = self.timeout_keep_alive_task  # runs while the connection is idle
+            timer = self.timeout_keep_alive_task  # set while the connection is idle
             if timer is not None and timer.when() - self.loop.time() < self.timeout_keep_alive - IDLE_SECONDS:
                 self.transport.close()
 
     return Limited
 
 
-def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
-    """Return the error for a request that matches none of these routes (path -> method); it names a similar one."""
+def no_route_error(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
+    """Return the error for a request that matches none of these routes (path -> method). It names a similar route."""
     if path in routes:
-        return ApiError(f"{method} {path}: this route is asked with {routes[path]}", status=405)
+        return ApiError(f"{method} {path}: this route takes {routes[path]} only", status=405)
     bare_path = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
     similar = next((f" ({routes[p]} {p} is one)" for p in (f"/v1{bare_path}", bare_path) if p in routes), "")
     return ApiError(f"{method} {path}: there is no such route{similar}", status=404)
 
 
 def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
-    """Return an ASGI application of these routes: (path, method, handler). Any thread may call this."""
+    """Return an ASGI application with these routes: (path, method, handler). Callable from any thread."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
 
@@ -200,8 +200,8 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     methods = {path: method for path, method, _ in routes}
 
     async def not_found(request: Request, error: Exception) -> Response:
-        refusal = no_route(request.method, request.url.path, methods)
-        return json_response(body_of(refusal, request.url.path), refusal.status)
+        refusal = no_route_error(request.method, request.url.path, methods)
+        return json_response(error_body(refusal, request.url.path), refusal.status)
 
     app = Starlette()
     app.add_exception_handler(HTTPException, not_found)
@@ -211,32 +211,31 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 
 
 def most_connections(files: int) -> int:
-    """Return how many connections a process with this many files may have: each may need another, to an engine."""
+    """Return the maximum of connections for a process with `files` files; each may need a second one, to an engine."""
     return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
 
 
 def server_class() -> Any:
-    """Return a class of uvicorn server that lets connections wait while there is no room for them.
+    """Return a class of uvicorn server that lets new clients wait while it has its maximum of connections.
 
-    asyncio's own would accept them until the process can open no file, not even for its requests, and log each failure.
+    asyncio's own server accepts connections until the process can open no file, even for requests, and logs each error.
     """
     import uvicorn
 
     class Server(uvicorn.Server):
         arriving = 0
-        """Number of connections that are accepted and not served yet."""
+        """Number of connections that are accepted but not handed to uvicorn yet."""
         files = 0
-        """Number of files that this process may open."""
+        """Maximum number of files that this process may open."""
         limit = 0
         """Maximum number of open connections."""
 
         @property
         def connection_count(self) -> int:
-            """Number of open connections."""
             return len(self.server_state.connections) + self.arriving
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Extend uvicorn's: accept the connections of these sockets in tasks of its own."""
+            """Extend uvicorn's method: accept the connections of each of these sockets in a task."""
             for listening in sockets or ():
                 listening.setblocking(False)
                 listening.listen(self.config.backlog)
@@ -253,16 +252,16 @@ def server_class() -> Any:
             await super().shutdown(sockets)
 
         async def accept(self, listening: socket.socket) -> None:
-            """Accept connections one after another, and none while `limit` of them are open."""
+            """Accept connections one after another, but none while `limit` connections are open."""
             loop, state = asyncio.get_running_loop(), self.server_state
             while True:
                 is_full = self.connection_count >= self.limit
                 state.full = is_full  # type: ignore[attr-defined]  # `Limited` reads it
                 if is_full:
-                    self.warn(f"{self.connection_count} connections are there, which is the most that {self.files} "
-                              "open files allow")
+                    self.warn(f"{self.connection_count} connections are open, the most that {self.files} open files "
+                              "allow")
                     for connection in list(state.connections):
-                        getattr(connection, "give_way", lambda: None)()  # h11's has none
+                        getattr(connection, "give_way", lambda: None)()  # h11's connections have no such method
                     await asyncio.sleep(FULL_PAUSE_SECONDS)
                     continue
                 try:
@@ -277,7 +276,7 @@ def server_class() -> Any:
                 task.add_done_callback(self.serve_tasks.discard)
 
         async def serve_client(self, client: socket.socket) -> None:
-            """Hand an accepted connection to uvicorn, after its TLS handshake."""
+            """Do the TLS handshake of an accepted connection, and hand it to uvicorn."""
 
             def protocol() -> Any:
                 return self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
@@ -300,21 +299,21 @@ def server_class() -> Any:
 
 
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
-    """Return a server of an ASGI application. Requests still open `stop_seconds` after `end` are cancelled.
+    """Return a server of an ASGI application. Requests still open `stop_seconds` after `stop_serving` are cancelled.
 
-    Any thread may call this. `tls` is the result of `tls_options`.
+    Callable from any thread. `tls`: result of `tls_options`.
     """
     import uvicorn
 
-    class Server(server_class()):  # type: ignore[misc]  # it is made when it is asked for
+    class Server(server_class()):  # type: ignore[misc]  # a class that a function returns
         ending: asyncio.Event
 
         @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:  # signals are the process's own affair
+        def capture_signals(self) -> Iterator[None]:  # the process handles its signals itself
             yield
 
         async def main_loop(self) -> None:
-            """Wait for the end. uvicorn checks ten times a second, which is most of the work of an idle runner."""
+            """Wait for `stop_serving`. uvicorn would check ten times a second: most of the work of an idle runner."""
             while not await self.on_tick(0):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.ending.wait(), DATE_SECONDS)
@@ -330,16 +329,16 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     return server
 
 
-def end(server: Any) -> None:
-    """Have a server accept no more connections and end when all requests are answered; call this in its own loop."""
+def stop_serving(server: Any) -> None:
+    """Have a server accept no more connections, and end when all requests are answered. Call this on its loop."""
     server.should_exit = True
     server.ending.set()
 
 
-async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
-    """Start to serve on this socket; return the server's task once it answers requests. Raises StartupError.
+async def start_serving(server: Any, listening: socket.socket) -> asyncio.Task[None]:
+    """Start serving on this socket, and return the server's task once it answers requests. Raises StartupError.
 
-    To end the server, call `end` and await the task.
+    To end the server, call `stop_serving` and await the task.
     """
     serving: asyncio.Task[None] = asyncio.create_task(server.serve([listening]))
     deadline = time.monotonic() + START_SECONDS
@@ -352,7 +351,7 @@ async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
     return serving
 
 
-async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T]) -> _T:
+async def run_until_disconnect(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`. If the client disconnects meanwhile, cancel `work` and raise Gone."""
     client_left = False
 
@@ -366,7 +365,7 @@ async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine
     work_task = asyncio.ensure_future(work)
     listener = asyncio.ensure_future(cancel_on_disconnect())
     try:
-        result = await work_task  # a request costs two tasks, and no third one that waits for both
+        result = await work_task  # awaited directly, which saves a third task that would wait for both
     except asyncio.CancelledError:
         own_task = asyncio.current_task()
         if not client_left or own_task is None or own_task.cancelling():
@@ -379,7 +378,6 @@ async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return any JSON value as a response."""
     from starlette.responses import Response
 
     headers = {"connection": "close"} if status == 408 else {}  # the rest of the request's body is still to come

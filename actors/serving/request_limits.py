@@ -1,6 +1,6 @@
-"""Limits of requests to an engine's server, for every API: routes, sizes, defaults. Pure.
+"""Checks of requests to an engine's server, for every API: routes, upper limits, default sampling. Pure.
 
-The application interprets a request. This module knows only where the sampling stands in it, and its upper limits.
+The application behind it interprets a request. This module knows only which fields have the sampling.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
-from trinity_es.actors.engines.schema_limits import oversized
+from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, checked_prompt, excerpt
+from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.json_values import NotPlain, plain
 
 __all__ = [
-    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "check_recorded",
-    "checked", "completed", "dumped",
+    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "check_recorded", "checked_body", "is_allowed",
+    "json_bytes", "with_defaults",
 ]
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 RESPONSES, MESSAGES, BATCH = "/v1/responses", "/v1/messages", "/v1/chat/completions/batch"
 CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
-"""Routes whose prompt is made of messages."""
+"""Routes whose prompt is rendered from messages."""
 MOST_RECORDED_BYTES = 2**27
-"""Maximum of a request's bytes times its `n`: each answer is recorded with the prompt, as text and as ids."""
+"""Maximum of a request's bytes times its `n`, since each answer is recorded with the prompt, as text and as ids."""
 _GET_ROUTES = frozenset({"/v1/models", "/version", "/load", "/ping"})
 _POST_ROUTES = frozenset({
     CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES,
@@ -37,14 +37,14 @@ ROUTES = [*(("GET", path) for path in sorted(_GET_ROUTES)), *(("POST", path) for
 """Routes of an engine's server that clients may use: (method, path)."""
 
 
-def allowed(method: str, path: str) -> bool:
-    """Return True for a route that clients may use: none that changes the engine or requests of others."""
+def is_allowed(method: str, path: str) -> bool:
+    """Return True for a route that clients may use. None of these changes the engine or the requests of others."""
     if method in ("GET", "HEAD"):
         return path in _GET_ROUTES
     return method == "POST" and path in _POST_ROUTES
 
 
-def checked(path: str, raw: bytes) -> dict[str, Any]:
+def checked_body(path: str, raw: bytes) -> dict[str, Any]:
     """Return a request's JSON object. Raises ApiError for a value above its limit or an unsupported option."""
     body = json_object(raw)
     body.pop("request_id", None)  # the request's id is made here, so that no two answers share one
@@ -53,18 +53,18 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
                        ("min_tokens", MOST_TOKENS)):
         value = sampling.get(name)
         if _number(value) > limit:
-            raise ApiError(f"{name}: {brief(value)} was given: the limit is {limit:,}", param=name,
+            raise ApiError(f"{name} is {excerpt(value)}: the limit is {limit:,}", param=name,
                            code="invalid_value")
     for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
-            if problem := oversized({name: part[name]}):
+            if problem := exceeded_limit({name: part[name]}):
                 raise ApiError(f"{name}: {problem}", param=name, code="invalid_value")
     if sampling.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so they can't be trained on: leave it out",
                        param="use_beam_search", code="unsupported_value")
     adapter = sampling.get("adapter", body.get("adapter"))
-    if adapter is not None:  # forwarded, it would change nothing, and another model than the requested one would answer
-        raise ApiError(f'adapter: {brief(adapter)} was given: name an adapter as the model ("model": "NAME")',
+    if adapter is not None:  # vLLM would ignore it, and the wrong model would answer
+        raise ApiError(f'adapter is {excerpt(adapter)}: name an adapter as the model ("model": "NAME")',
                        param="adapter", code="unsupported_value")
     for name in ("background", "previous_response_id"):
         if path == RESPONSES and body.get(name):
@@ -79,7 +79,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
                            param=field, code="invalid_value")
     for name in ("messages", "tools"):
         try:
-            plain(body.get(name))  # they are recorded with the answer
+            plain(body.get(name))  # recorded with the answer, so it must be plain JSON
         except NotPlain as e:
             raise ApiError(f"{name}: {e.problem}", param=name, code="invalid_value") from e
     prompts = prompts if path == COMPLETIONS else None
@@ -90,7 +90,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
-    """Raise ApiError if the records of all answers to a request of `size` bytes would take too many bytes."""
+    """Raise ApiError if the records of all answers to a request of `size` bytes would be too large."""
     answers = _number(_sampling_of(path, body).get("n")) if path in _SAMPLED else 0
     if answers * size > MOST_RECORDED_BYTES:
         raise ApiError(
@@ -101,7 +101,7 @@ def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
 
 
 def _number(value: Any) -> float:
-    """Return a field's number as vLLM reads it, also from a text; 0 if the value is no number."""
+    """Return a field's value as a number, as vLLM reads it (from a text too); 0 if it is no number."""
     try:
         return float(value) if isinstance(value, int | float | str) else 0.0
     except ValueError:
@@ -110,22 +110,22 @@ def _number(value: Any) -> float:
         return math.inf
 
 
-def dumped(body: Mapping[str, Any]) -> bytes:
-    """Return a request as JSON. Raises ApiError if it is nested too deeply."""
+def json_bytes(body: Mapping[str, Any]) -> bytes:
+    """Return a request's body as JSON. Raises ApiError if it is nested too deeply."""
     try:
         return orjson.dumps(body)
     except TypeError as e:
         raise ApiError(f"the body can't be passed on as JSON: {e}") from e
 
 
-def completed(
+def with_defaults(
     path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, with_ids: bool
 ) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
-    """Return the request with the run's sampling as defaults, its default length, and sampling that its API lacks.
+    """Apply the run's sampling (`defaults`) to a request. Return its body, default length, and inexpressible sampling.
 
-    The default length (None if the request has its own) is not written into the request: if the context has less room,
-    the room is the limit, which is no error. The sampling that the route's API can't express goes to
-    the engine directly. `with_ids`: the answer is to have token ids.
+    The default length is None if the request has its own. It is not written into the body, where it would be an error
+    if the context has less room. Sampling that the route's API can't express goes to the engine directly. `with_ids`:
+    request token ids in the answer, unless the request says otherwise.
     """
     engine_only: dict[str, Any] = {}
     if path not in _SAMPLED:
@@ -151,15 +151,15 @@ def completed(
 
 
 _NEVER_DEFAULTS = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
-"""Defaults that a request never gets: its client decides about display, the server about length and adapter."""
+"""Defaults that a request never gets: the client chooses what is shown, the server sets length and adapter."""
 _OTHER_NAMES = {MESSAGES: {"stop": "stop_sequences"}}
-"""Other names of sampling fields, by API."""
+"""Names of sampling fields in an API, if they differ from those of `Sampling`."""
 _NO_FIELD = {
     RESPONSES: frozenset({"min_tokens"}),
     MESSAGES: frozenset({"seed", "min_p", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty",
                          "repetition_penalty"}),
 }
-"""Sampling fields that an API lacks: the engine gets them directly."""
+"""Sampling fields that an API lacks, so that the engine gets them directly."""
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -167,16 +167,16 @@ _SCHEMAS = frozenset({
     "response_format", "structured_outputs", "structural_tag", "text", "tools", "functions", "output_format",
     "output_config",
 })
-"""Fields of any API that hold parts of a grammar."""
+"""Fields of any API that may hold a schema or grammar."""
 _SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, BATCH})
 """Routes that sample."""
 
 
 def _sampling_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a request that has its sampling options."""
+    """Return the dict in a request's body that has its sampling fields. Raises ApiError."""
     if path != GENERATE:
         return body
     sampling = body.setdefault("sampling_params", {})
     if not isinstance(sampling, dict):
-        raise ApiError(f"sampling_params: {brief(sampling)} was given: give an object", param="sampling_params")
+        raise ApiError(f"sampling_params is {excerpt(sampling)}: give an object", param="sampling_params")
     return sampling

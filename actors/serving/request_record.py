@@ -1,8 +1,8 @@
-"""Tokens that an engine generated for one HTTP request: exact ids, logprobs and version spans, as experiences.
+"""Record of the tokens generated for one HTTP request: exact ids, logprobs and version spans, as experiences.
 
-A request may ask the engine several times (a list of prompts, a loop over tools). Whatever its API, it is recorded
-where the engine is called: the server sets `REQUEST` for each request, and the caller of the engine (vLLM's own server
-by `engines/vllm/server.py`, or `small_api.py`) reports there.
+A request may call the engine several times (a list of prompts, a loop over tools). Whatever its API, it is recorded
+where the engine is called. The server sets `REQUEST` for each request, and the caller of the engine (vLLM's own server
+by `engines/vllm/server.py`, or `small_api.py`) reports to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trinity_es.actors.engines.interface import Generation, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.run_journal import JournaledCall
 from trinity_es.actors.serving.errors import ApiError
-from trinity_es.actors.serving.small_api_requests import messages_of, template_of, tools_of
+from trinity_es.actors.serving.small_api_requests import parse_messages, parse_tools, template_variables
 from trinity_es.events.errors import EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -26,7 +26,7 @@ __all__ = ["REQUEST", "RequestRecord"]
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """Record of one request, a `Recording` of engines/interface.py. `model` is the run's, `body` the client's."""
+    """Record of one request (implements `Recording`). `model`: the run's model; `body`: JSON that the client sent."""
 
     model: Model
     body: Mapping[str, Any]
@@ -35,20 +35,20 @@ class RequestRecord:
     """True if the model keeps the answers as experiences."""
     wanted: bool = True
     chat: bool
-    """True if the chat template makes its prompt from messages."""
+    """True if the prompt is rendered from messages by the chat template."""
     longest: int | None = None
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     adapter: str = ""
     number: int = 0
     """Number of the request in its run."""
     rendered: str | None = None
-    """The prompt as the chat template returned it."""
+    """Text of the prompt as the chat template rendered it."""
     generations: list[Generation] = field(default_factory=list)
     failed: EngineError | None = None
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling that applies if the client says nothing."""
+        """Sampling of a request that sets no sampling fields."""
         return Sampling(adapter=self.adapter, max_tokens=self.longest or Sampling().max_tokens)
 
     @property
@@ -57,55 +57,55 @@ class RequestRecord:
         return prompt if isinstance(prompt, str) else None
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the token ids to send: those of earlier answers as they were sampled, the others from `ids`."""
+        """Return the prompt's token ids: sampled ids for earlier answers in it, those of `ids` for the rest."""
         if not (self.chat and self.keeps_answers):
             return ids
         text = rendered()
-        if self.model.encode(text) != ids:  # a text that does not encode to these ids again says nothing about them
+        if self.model.encode(text) != ids:  # the text can't stand for the ids
             return ids
-        return self.exact(text) or ids
+        return self.exact_ids(text) or ids
 
-    def exact(self, text: str) -> list[int] | None:
-        """Return a rendered prompt's ids with those sampled for earlier answers; None if it continues no answer."""
+    def exact_ids(self, text: str) -> list[int] | None:
+        """Return a rendered prompt's ids, with the sampled ids of earlier answers; None if it continues no answer."""
         if not (self.chat and self.keeps_answers):
             return None
         self.rendered = text
         return self.model.exact_prompt(text, self._earlier_prompts if "messages" in self.body else None)
 
     def _earlier_prompts(self) -> Iterator[str]:
-        """Yield the prompts that the messages had before each answer in them, newest first."""
-        with contextlib.suppress(ApiError, WorkflowError):  # messages that only the engine's own server understands
-            messages = messages_of(self.body["messages"])
-            yield from self.model.earlier_prompts(messages, tools_of(self.body), template_of(self.body))
+        """Yield the rendered prompt before each answer in the messages, newest first."""
+        with contextlib.suppress(ApiError, WorkflowError):  # for messages that only the engine's own server can read
+            messages = parse_messages(self.body["messages"])
+            yield from self.model.earlier_prompts(messages, parse_tools(self.body), template_variables(self.body))
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Record a call of the engine; the caller sets the `completions` of the returned object."""
+        """Record that a call to the engine begins. The caller sets `completions` of the returned object."""
         before = self.model.engine.model_version
         generation = Generation(text=text, sampling=sampling, further=further, before=before)
         self.generations.append(generation)
         return generation
 
-    def journaled(
+    def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> JournaledCall | None:
-        """Begin a call in the run's journal, which keeps its tokens as they come; None if the run has no journal."""
+        """Begin a call in the run's journal and return it; None if the run has no journal."""
         model = self.model
         if model.journal is None:
             return None
         return model.journal.call(model.engine, model.name, ids, sampling, further, forbids)
 
     def fail(self, error: EngineError) -> None:
-        """Note that the engine failed, and report it with `failed_with`."""
-        if self.failed is None:  # the first error is the one to report
+        """Note that the engine failed, and report the first failure to `failed_with`."""
+        if self.failed is None:
             self.failed = error
             self.failed_with(error)
 
-    def complete(self) -> bool:
-        """Return True if every call of the engine so far is answered."""
+    def is_complete(self) -> bool:
+        """Return True if there were calls to the engine, and all of them are answered."""
         return bool(self.generations) and all(g.completions is not None for g in self.generations)
 
     def experiences(self) -> list[Experience]:
-        """Return an experience for each answer, in the order of the prompts; add them to the history of a run.
+        """Return an experience for each answer, in the order of the prompts, and add them to the run's history.
 
         Raises EngineError for an answer that was cut off.
         """
@@ -129,4 +129,4 @@ class RequestRecord:
 
 
 REQUEST: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("request", default=None)
-"""The request for which the engine is called now."""
+"""Record of the request for which the current task calls the engine."""

@@ -1,16 +1,16 @@
-"""The part of vLLM's HTTP API that any `Engine` can answer: for those that bring no server of their own.
+"""The part of vLLM's HTTP API that any `Engine` can answer, for engines without an HTTP server of their own.
 
 | route | |
 |---|---|
-| `GET /v1/models` | the one model, with `max_model_len`, and its adapters |
+| `GET /v1/models` | the model, with `max_model_len`, and its adapters |
 | `POST /v1/chat/completions`, `/v1/completions` | whole or streamed; several prompts, token ids, n, logprobs |
 | `POST /inference/v1/generate` | token ids in, token ids out |
 | `POST /tokenize`, `/detokenize` | by the engine's tokenizer |
 | `GET /version`, `/load`, `/ping` | |
 
-Sampling is that of `Sampling`, and a `response_format` of JSON binds the engine to it. Other fields are ignored, as
-vLLM ignores what it does not know, but for those of vLLM's that would change an answer: they are refused by name.
-Logprobs are of the distribution that was sampled from. Starlette is imported in `application`.
+Requests may have the fields of `Sampling`, and a `response_format` of JSON, which the engine obeys. Fields of vLLM's
+that would change an answer are refused by name. Other fields are ignored, as vLLM ignores unknown ones. Logprobs are
+those of the sampled distribution. Starlette is imported in `application`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from uuid import uuid4
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_text_tokenization import LARGE, is_large, off_the_loop
 from trinity_es.actors.engines.sampling_checks import MOST_TOP_LOGPROBS
-from trinity_es.actors.serving.errors import event, refusal, wrong
-from trinity_es.actors.serving.http_server import json_response, make_app, while_listening
+from trinity_es.actors.serving.errors import as_api_error, invalid_field, sse_event
+from trinity_es.actors.serving.http_server import json_response, make_app, run_until_disconnect
 from trinity_es.actors.serving.request_limits import CHAT, COMPLETIONS, GENERATE
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.actors.serving.small_api_requests import (
     check_fields,
-    ids_of,
-    merged_into,
-    messages_of,
-    prompts_of,
-    sampling_of,
-    template_of,
-    tools_of,
+    parse_ids,
+    parse_messages,
+    parse_prompts,
+    parse_sampling,
+    parse_tools,
+    template_variables,
+    with_values,
 )
 from trinity_es.events.errors import EngineError
 
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 __all__ = ["application"]
 
 _LEAST_LOGPROB = -9999.0
-"""OpenAI's logprob for a token that could not occur; JSON can't express infinity."""
+"""OpenAI's logprob for an impossible token, since JSON can't express minus infinity."""
 
 
 async def application(engine: Engine, name: str) -> Any:
-    """Return the ASGI application of an engine whose model has this `name` for clients."""
+    """Return the ASGI application of an engine. Clients call its model `name`."""
     server = _SmallServer(engine, name)
     return make_app([
         ("/v1/models", "GET", server.models), ("/version", "GET", server.version),
@@ -68,22 +68,22 @@ class _SmallServer:
         self.engine, self.name, self._created = engine, name, int(time.time())
 
     def route(self, handler: Callable[[dict[str, Any], RequestRecord], Coroutine[Any, Any, Response]]) -> Any:
-        """Return `handler`, which takes a body and a record, as a handler of requests; its errors become answers."""
+        """Return a Starlette handler that calls `handler(body, record)` and answers its errors as responses."""
 
         async def handle(request: Request) -> Response:
             record = REQUEST.get()
-            assert record is not None  # the server sets it
+            assert record is not None  # `EngineServer` sets it
             try:
-                return await while_listening(request.receive, handler(dict(record.body), record))
+                return await run_until_disconnect(request.receive, handler(dict(record.body), record))
             except Exception as e:
-                refused = refusal(e)
+                refused = as_api_error(e)
                 return json_response(refused.body(), refused.status)
 
         return handle
 
-    # --- what needs no engine -----------------------------------------------------------------------------------------
+    # --- routes that need no engine -----------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """Answer with the model and its adapters, each as a model."""
+        """Answer with the list of models: the model itself, and each of its adapters."""
         model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
                  "root": self.name, "parent": None, "max_model_len": getattr(self.engine, "max_model_len", None)}
         names = sorted(getattr(self.engine, "adapters", ()))
@@ -97,57 +97,58 @@ class _SmallServer:
         return json_response({})
 
     async def tokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        """Answer with the token ids of a chat or a text."""
         if "messages" in body:
-            chat = messages_of(body["messages"]), tools_of(body), template_of(body)
+            chat = parse_messages(body["messages"]), parse_tools(body), template_variables(body)
             ids = await off_the_loop(is_large([*chat]), lambda: record.model.render(*chat))
         elif isinstance(prompt := body.get("prompt"), str):
             ids = await off_the_loop(is_large(prompt), lambda: self.engine.tokenizer.encode(prompt))
         else:
-            raise wrong("prompt", body.get("prompt"), "a text, or messages")
+            raise invalid_field("prompt", body.get("prompt"), "a text, or messages")
         max_length = getattr(self.engine, "max_model_len", None)
         return json_response({"count": len(ids), "max_model_len": max_length, "tokens": ids, "token_strs": None})
 
     async def detokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        ids = ids_of("tokens", body.get("tokens"))
+        ids = parse_ids("tokens", body.get("tokens"))
         text = await off_the_loop(len(ids) > LARGE, lambda: self.engine.tokenizer.decode(ids))
         return json_response({"prompt": text})
 
-    # --- what asks it -------------------------------------------------------------------------------------------------
+    # --- routes that call the engine ----------------------------------------------------------------------------------
     async def chat(self, body: dict[str, Any], record: RequestRecord) -> Response:
         """Answer a chat, as OpenAI's route does."""
         logprobs = body.get("logprobs") or False
         if logprobs not in (True, False):
-            raise wrong("logprobs", logprobs, "true or false")
+            raise invalid_field("logprobs", logprobs, "true or false")
         top_count = body.get("top_logprobs") or 0
         if top_count and not logprobs:
-            raise wrong("top_logprobs", top_count, "logprobs: true as well")
-        messages = messages_of(body.get("messages"))
+            raise invalid_field("top_logprobs", top_count, "logprobs: true as well")
+        messages = parse_messages(body.get("messages"))
         answer = self._empty_answer(body, record, is_chat=True, with_logprobs=bool(logprobs), top_count=top_count)
-        prompt, _ = await record.model.prompt_of(messages, tools_of(body), template_of(body), record.exact)
+        tools, template = parse_tools(body), template_variables(body)
+        prompt, _ = await record.model.prompt_of(messages, tools, template, record.exact_ids)
         return await self._respond(record, [prompt], answer)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        """Continue one prompt or several, as OpenAI's route does."""
+        """Continue one or several prompts, as OpenAI's route does."""
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
-            raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: how many of the likeliest "
-                        "tokens to return with each sampled one")
+            raise invalid_field("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: how many of the "
+                                "likeliest tokens to return with each sampled one")
         with_logprobs, top_count = logprobs is not None, logprobs or 0
         answer = self._empty_answer(body, record, is_chat=False, with_logprobs=with_logprobs, top_count=top_count)
-        return await self._respond(record, prompts_of(body.get("prompt")), answer)
+        return await self._respond(record, parse_prompts(body.get("prompt")), answer)
 
     async def generate(self, body: dict[str, Any], record: RequestRecord) -> Response:
         """Answer token ids with token ids, as vLLM's route does."""
         params = body.get("sampling_params") or {}
         check_fields(params)
-        ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record.sampling, "max_tokens")
+        ids = parse_ids("token_ids", body.get("token_ids"))
+        sampling = parse_sampling(params, record.sampling, "max_tokens")
         top_count = params.get("logprobs")
         if top_count:
-            sampling = merged_into(sampling, {"top_logprobs": top_count}, "logprobs")
+            sampling = with_values(sampling, {"top_logprobs": top_count}, "logprobs")
         if body.get("stream"):
-            raise wrong("stream", True, "false: this route does not stream")
-        [completions] = await self._generated(record, [ids], sampling)
+            raise invalid_field("stream", True, "false: this route does not stream")
+        [completions] = await self._generate_all(record, [ids], sampling)
         choices = [
             {"index": i, "finish_reason": c.finish_reason, "token_ids": c.token_ids,
              "logprobs": None if top_count is None else {"content": [
@@ -163,17 +164,17 @@ class _SmallServer:
     def _empty_answer(
         self, body: dict[str, Any], record: RequestRecord, *, is_chat: bool, with_logprobs: bool, top_count: int
     ) -> _Answer:
-        """Return an answer without completions yet, in the form that the request asks for. Raises ApiError."""
+        """Return an `_Answer` with the options of a request, before any completion. Raises ApiError."""
         check_fields(body)
         stream, options = body.get("stream") or False, body.get("stream_options")
         if not isinstance(stream, bool):
-            raise wrong("stream", stream, "true or false")
+            raise invalid_field("stream", stream, "true or false")
         if not isinstance(options, dict | None):
-            raise wrong("stream_options", options, "an object")
+            raise invalid_field("stream_options", options, "an object")
         lengths = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
-        sampling = sampling_of(body, record.sampling, *lengths)
+        sampling = parse_sampling(body, record.sampling, *lengths)
         if with_logprobs:
-            sampling = merged_into(sampling, {"top_logprobs": top_count}, "top_logprobs")
+            sampling = with_values(sampling, {"top_logprobs": top_count}, "top_logprobs")
         return _Answer(
             self.name, self.engine.tokenizer, is_chat=is_chat, sampling=sampling, with_logprobs=with_logprobs,
             stream=stream, with_ids=bool(body.get("return_token_ids")),
@@ -182,15 +183,15 @@ class _SmallServer:
         )
 
     async def _respond(self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer) -> Response:
-        """Generate for the prompts, and return the answer whole or as a stream."""
+        """Generate completions for the prompts, and return the answer whole or as a stream."""
         if answer.stream:
-            return await _streamed(self._chunks(record, prompts, answer))
-        return json_response(answer.whole(await self._generated(record, prompts, answer.sampling)))
+            return await _streaming_response(self._chunks(record, prompts, answer))
+        return json_response(answer.whole(await self._generate_all(record, prompts, answer.sampling)))
 
-    async def _generated(
+    async def _generate_all(
         self, record: RequestRecord, prompts: list[str | list[int]] | list[list[int]], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return the completions of each prompt; all prompts are generated at once and recorded. Raises EngineError."""
+        """Generate completions for all prompts at once, record them, and return them by prompt. Raises EngineError."""
 
         async def complete(prompt: str | list[int]) -> list[Completion]:
             generation = record.begin(sampling, {}, prompt if isinstance(prompt, str) else None)
@@ -205,16 +206,16 @@ class _SmallServer:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:  # after an error gather leaves the others running
+            for task in tasks:  # after an error, gather leaves the others running
                 task.cancel()
 
     async def _chunks(
         self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer
     ) -> AsyncGenerator[bytes]:
-        """Yield a stream's events: of one completion as its tokens come; of several, or with a journal, at the end."""
+        """Yield a stream's events: one completion's as it is generated; if several or with a journal, at the end."""
         sampling = answer.sampling
         if len(prompts) * sampling.n > 1 or record.model.journal is not None:
-            groups = await self._generated(record, prompts, sampling)
+            groups = await self._generate_all(record, prompts, sampling)
             for i, completion in enumerate(c for group in groups for c in group):
                 yield answer.chunk(completion, i, new_prompt=i % sampling.n == 0)
         else:
@@ -239,9 +240,9 @@ class _SmallServer:
 
 # --- answers --------------------------------------------------------------------------------------------------------
 class _Answer:
-    """The answer to a chat or completions request, whole or in chunks.
+    """Answer to a chat or completions request, whole or in chunks.
 
-    `named_by_id`: tokens are called `token_id:N` in logprobs; `with_usage`: a stream ends with its token counts.
+    `named_by_id`: logprobs name tokens `token_id:N`; `with_usage`: a stream ends with its token counts.
     """
 
     def __init__(
@@ -259,11 +260,10 @@ class _Answer:
             "created": int(time.time()), "model": model,
         }
         self._text_lengths: dict[int, int] = {}
-        """Characters sent of each completion that has begun, by its index in the stream."""
+        """Number of characters sent of each completion, by its index in the stream."""
         self._prompt_tokens = self._response_tokens = 0
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
-        """Return all prompts' completions as one response."""
         choices: list[dict[str, Any]] = []
         for group in groups:
             self._prompt_tokens += len(group[0].prompt_token_ids)
@@ -278,7 +278,7 @@ class _Answer:
         return {**head, "choices": choices, "usage": _usage(self._prompt_tokens, self._response_tokens)}
 
     def chunk(self, part: Completion, index: int, new_prompt: bool = True) -> bytes:
-        """Return the event with the next part of completion `index`. `new_prompt`: its prompt is not counted yet."""
+        """Return an event with the next part of completion `index`. `new_prompt`: count the tokens of its prompt."""
         text: dict[str, Any] = {"delta": {"content": part.text}} if self._is_chat else {"text": part.text}
         body, offset = dict(self._head), self._text_lengths.get(index, 0)
         choice = {"index": index, **text, **self._common_fields(part, offset)}
@@ -292,21 +292,20 @@ class _Answer:
         self._response_tokens += len(part.token_ids)
         if self._with_usage:
             body["usage"] = None
-        return event({**body, "choices": [choice]})
+        return sse_event({**body, "choices": [choice]})
 
     def end(self) -> bytes:
-        """Return the events that end a stream."""
         usage = {**self._head, "choices": [], "usage": _usage(self._prompt_tokens, self._response_tokens)}
-        return (event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
+        return (sse_event(usage) if self._with_usage else b"") + b"data: [DONE]\n\n"
 
     def _common_fields(self, c: Completion, offset: int) -> dict[str, Any]:
-        """Return the fields of a choice or chunk that both routes have. `offset`: characters before the chunk."""
+        """Return the fields of a choice or chunk that both routes share. `offset`: characters before the chunk."""
         logprobs = self._logprobs(c, offset) if self._with_logprobs else None
         ids = {"token_ids": c.token_ids} if self._with_ids else {}
         return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}
 
-    def _name_of(self, token: int) -> str:
-        """Return a token as logprobs name it: its text, or `token_id:N` if the request asks for that."""
+    def _token_name(self, token: int) -> str:
+        """Return a token's name in logprobs: its text, or `token_id:N` if the request wants that."""
         return f"token_id:{token}" if self._named_by_id else self._tokenizer.decode([token])
 
     def _logprobs(self, c: Completion, offset: int) -> dict[str, Any]:
@@ -321,23 +320,23 @@ class _Answer:
             offset += len(self._tokenizer.decode([t]))
         top = None
         if c.top_logprobs is not None:
-            top = [{self._name_of(t): max(p, _LEAST_LOGPROB) for t, p in reversed(row)} for row in c.top_logprobs]
-        return {"tokens": [self._name_of(t) for t in c.token_ids], "token_logprobs": c.logprobs or [],
+            top = [{self._token_name(t): max(p, _LEAST_LOGPROB) for t, p in reversed(row)} for row in c.top_logprobs]
+        return {"tokens": [self._token_name(t) for t in c.token_ids], "token_logprobs": c.logprobs or [],
                 "top_logprobs": top, "text_offset": offsets}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         """Return a token with its logprob in the form of a chat's `logprobs`."""
         text = self._tokenizer.decode([token])
-        return {"token": self._name_of(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
+        return {"token": self._token_name(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
 
 
 def _entry(token: int, logprob: float) -> dict[str, Any]:
-    """Return a token with its logprob in the form of the route GENERATE."""
+    """Return a token with its logprob, in the form of the route `/inference/v1/generate`."""
     return {"token_id": token, "token": f"token_id:{token}", "logprob": max(logprob, _LEAST_LOGPROB)}
 
 
 def _rows(c: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
-    """Return each sampled token with its logprob and the likeliest tokens at its place, each with its logprob."""
+    """Return `(token, logprob, likeliest tokens)` for each sampled token; the likeliest have their logprobs."""
     return list(zip(c.token_ids, c.logprobs or [], c.top_logprobs or [[] for _ in c.token_ids], strict=True))
 
 
@@ -345,10 +344,8 @@ def _usage(prompt: int, response: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": response, "total_tokens": prompt + response}
 
 
-async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:
-    """Return a response of server-sent events, once the first exists: an earlier error is raised, a later one is the
-    last event.
-    """
+async def _streaming_response(chunks: AsyncGenerator[bytes]) -> Response:
+    """Wait for the first event, and return a streaming response. Later errors become the stream's last event."""
     from starlette.responses import StreamingResponse
 
     first = await anext(chunks)
@@ -360,6 +357,6 @@ async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:
                 async for chunk in chunks:
                     yield chunk
             except EngineError as e:
-                yield event(refusal(e).body())
+                yield sse_event(as_api_error(e).body())
 
     return StreamingResponse(all_events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})

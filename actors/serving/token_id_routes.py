@@ -1,7 +1,8 @@
 """Routes of an auxiliary model's runner beside vLLM's API: exact token ids and logprobs, for `RemoteEngine`.
 
-Why not `/inference/v1/generate`: docs/DECISIONS.md, 105. Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}`
-returns `{"completions": [...]}`, and `{"token_ids": [...], "temperature": t}` returns `{"logprobs": [...]}`.
+Bodies are JSON. `POST /engine/generate` with `{"prompt": text or ids, "sampling": {...}}` returns
+`{"completions": [...]}`; `POST /engine/logprobs` with `{"token_ids": [...], "temperature": t}` returns
+`{"logprobs": [...]}`. docs/DECISIONS.md, 105, says why `/inference/v1/generate` won't do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
-from trinity_es.actors.engines.sampling_checks import checked_prompt, merged
+from trinity_es.actors.engines.sampling_checks import checked_prompt, with_options
 from trinity_es.events.errors import DataError
 
 __all__ = ["JsonHandler", "token_id_routes"]
@@ -19,12 +20,12 @@ JsonHandler = Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
 
 
 def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
-    """Return, by path, the function from the body of a `POST /engine/generate` or `/engine/logprobs` to its answer."""
+    """Return, by path, a function that takes the JSON body of a request on this route and returns the answer's."""
 
     async def generate(body: dict[str, Any]) -> dict[str, Any]:
-        sampling = merged(Sampling(), body["sampling"], DataError, "the request")
+        sampling = with_options(Sampling(), body["sampling"], DataError, "the request")
         completions = await engine.generate(checked_prompt(body["prompt"], DataError), sampling)
-        return {"completions": [_plain(c) for c in completions]}
+        return {"completions": [_completion_json(c) for c in completions]}
 
     async def logprobs(body: dict[str, Any]) -> dict[str, Any]:
         ids = checked_prompt(body["token_ids"], DataError)
@@ -33,8 +34,7 @@ def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
     return {"/engine/generate": generate, "/engine/logprobs": logprobs}
 
 
-def _plain(c: Completion) -> dict[str, Any]:
-    """Return a completion as plain JSON."""
+def _completion_json(c: Completion) -> dict[str, Any]:
     return {
         "prompt_token_ids": list(c.prompt_token_ids), "token_ids": list(c.token_ids), "text": c.text,
         "logprobs": None if c.logprobs is None else [float(p) for p in c.logprobs],

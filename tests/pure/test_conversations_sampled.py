@@ -15,7 +15,7 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.conversation.history import Usage
 from trinity_es.actors.rollout.conversation.turns import Marks
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.result import shared_usage, with_usage
+from trinity_es.actors.rollout.result import divide_usage, with_usage
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.vocabulary import RunResult
 
@@ -425,7 +425,7 @@ def test_forks_are_a_metric_of_runs_whose_conversations_went_on() -> None:
     assert with_usage(one, Usage(requests=2, continued=1)).metrics == {"conversation_forks": 0.0}
     assert with_usage(one, Usage(requests=2, forks=1)).metrics == {"conversation_forks": 1.0}
     two = [one, RunResult(run=1, metrics={}, experiences=1)]
-    results, _ = shared_usage(two, [], Usage(requests=2, forks=3))
+    results, _ = divide_usage(two, [], Usage(requests=2, forks=3))
     assert [r.metrics for r in results] == [{"conversation_forks": 1.5}] * 2
 
 

@@ -12,7 +12,7 @@ from tests.helpers.paths import ROOT
 from trinity_es.actors.config.run_sections import ProgressConfig
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.vllm.server import _FURTHER, _STATEFUL
-from trinity_es.actors.rollout.run_journal import starts_over
+from trinity_es.actors.rollout.run_journal import unresumable_option
 from trinity_es.events.journal import MOST_SPLICES
 
 PAGE = (ROOT / "docs" / "HALF_AN_ANSWER.md").read_text()
@@ -33,7 +33,7 @@ def told() -> dict[str, bool]:
 def test_the_page_says_of_each_sampling_field_whether_a_part_goes_on(name: str) -> None:
     value = OTHERS.get(name, 3)
     assert value != getattr(Sampling(), name)
-    assert told()[name] == (starts_over(replace(Sampling(), **{name: value})) == "")
+    assert told()[name] == (unresumable_option(replace(Sampling(), **{name: value})) == "")
 
 
 def test_the_page_has_each_further_option_of_vllm_and_no_other() -> None:

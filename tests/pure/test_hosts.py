@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.engines.devices import place, placed
+from trinity_es.actors.engines.devices import device_environment, first_gpus
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.hosts.join import require_gpus
@@ -49,8 +49,8 @@ def test_engines_that_span_no_gpus_of_the_host_fit_everywhere(monkeypatch: pytes
 def test_engines_of_a_host_get_the_gpus_that_it_has_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that Ray gave it too, whatever their numbers are."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    first = placed([("runner-0@b", 2), ("runner-1@b", 2)])
-    assert [place(at, 2, 4) for at in first.values()] == [
+    first = first_gpus([("runner-0@b", 2), ("runner-1@b", 2)])
+    assert [device_environment(at, 2, 4) for at in first.values()] == [
         {"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
 
 

@@ -109,7 +109,9 @@ def test_a_conversation_may_fill_the_context_to_its_last_token_and_not_beyond(pr
                                   adapter="")
     client = _RecordingClient(engine, None, lambda: record)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(vllm_server, "changed", lambda params, changes: SimpleNamespace(**{**vars(params), **changes}))
+        patched.setattr(
+            vllm_server, "with_changes", lambda params, changes: SimpleNamespace(**{**vars(params), **changes})
+        )
         if room < 1:
             with pytest.raises(ValueError, match=rf"maximum context length is 8 tokens.* contains {prompt} input"):
                 client.generate({"prompt_token_ids": [1] * 5}, params, "1")

@@ -11,7 +11,7 @@ import pytest
 
 from trinity_es.actors.engines.http.pool import SLACK_REQUESTS, EnginePool
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
-from trinity_es.actors.serving.recorded_answer_frames import Framed, Record, frames
+from trinity_es.actors.serving.recorded_answer_frames import Framed, Record, read_frames
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.serve.http_messages import conversation_keys, read_object
@@ -148,10 +148,10 @@ async def test_p36_frames_are_what_was_put_into_them_however_they_are_cut() -> N
 
     assert (sent[0]["status"], sent[0]["headers"]) == (404, [(b"x", b"y"), (b"x-trinity-record", b"1")])
     for size in (1, 3, 7, 1000):
-        assert [kind async for kind, _ in frames(cut(size))] == ["b", "b"]
-        assert b"".join([data async for kind, data in frames(cut(size)) if kind == "b"]) == b"one"
+        assert [kind async for kind, _ in read_frames(cut(size))] == ["b", "b"]
+        assert b"".join([data async for kind, data in read_frames(cut(size)) if kind == "b"]) == b"one"
     with pytest.raises(EOFError, match="in the middle"):
-        _ = [frame async for frame in frames(cut(5, -1))]
+        _ = [frame async for frame in read_frames(cut(5, -1))]
     assert [m.get("more_body", False) for m in sent[1:]] == [True, False]
 
 

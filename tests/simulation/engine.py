@@ -64,7 +64,7 @@ class SimWorkflows:
     """Player of units. The outcome of an attempt depends on the schedule's seed, the unit and the number of tries."""
 
     def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
-        self.played = RunActivity()
+        self.activity = RunActivity()
         self.engine, self.timeout, self.process = engine, timeout or 1e9, here()
         self.engine_dead: str | None = None
         self.limits = Limits()

@@ -22,7 +22,7 @@ import numpy as np
 
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
-from trinity_es.actors.engines.sampling_checks import merged
+from trinity_es.actors.engines.sampling_checks import with_options
 from trinity_es.actors.plugin_lookup import add_import_folders, resolve
 from trinity_es.actors.runner.adapters import serve_adapters
 from trinity_es.audit.rollout_reader import written_experiences
@@ -293,11 +293,11 @@ def _sampling(
         recorded = turn_samplings[stretches.index((start, stop))]
     if recorded is not None:
         settings = {k: v for k, v in recorded.items() if k != "choice"}
-        return merged(Sampling(), settings, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
+        return with_options(Sampling(), settings, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
     args = {**config.rollout_args(), **rollout.rollout_args, "n": 1, "max_tokens": stop - start}
     if args.get("seed") is not None:
         args["seed"] += rollout.run
-    return merged(Sampling(), args, DataError, "rollout_args"), 0
+    return with_options(Sampling(), args, DataError, "rollout_args"), 0
 
 
 def compare(experience: Experience, start: int, stop: int, answer: Completion, sampling: Sampling) -> Turn:

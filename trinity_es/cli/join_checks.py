@@ -18,7 +18,7 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
-from trinity_es.actors.engines.devices import counted
+from trinity_es.actors.engines.devices import device_counts
 from trinity_es.actors.hosts.head_client import HeadDialer, NotOurs
 from trinity_es.actors.hosts.host_comparison import machine_facts, model_digest
 from trinity_es.actors.system_key import key_source, read_host_key, read_key
@@ -125,7 +125,7 @@ def _head_findings(url: str, name: str, config: Config | None, key_file: str) ->
         yield Finding("key", "missing", e.message, "export TRINITY_ES_KEY as on the head, or name a file with "
                       "--key-file")
         return
-    hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
+    hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": device_counts()}
     try:
         answer = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: head_place, PATIENCE_SECONDS), hello))
     except NotOurs as e:
@@ -223,7 +223,7 @@ def _devices_finding(config: Config) -> Finding:
     """Check whether this machine has the GPUs that the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
-    devices = counted()
+    devices = device_counts()
     text = f"{devices['gpus']} GPUs and {devices['cores']} cores here, engines need {needed} GPUs"
     if not needed or not devices["gpus"]:  # engines on a CPU share its cores
         return Finding("devices", "note" if needed else "ok", text, "there is no GPU: use vLLM's CPU build"

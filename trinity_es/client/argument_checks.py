@@ -13,7 +13,7 @@ from trinity_es.actors.commands import Cursor, CutTask
 from trinity_es.actors.commands.fields import read_fields
 from trinity_es.actors.config.data_sections import FormatConfig
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling_checks import merged
+from trinity_es.actors.engines.sampling_checks import with_options
 from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
@@ -52,7 +52,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
                 raise TaskNotSerializable("a value is nested too deeply or contains itself: give a flat value") from e
             if task.repeat_times is not None:
                 whole_number("repeat_times", task.repeat_times, least=1)
-            merged(Sampling(), task.rollout_args, DataError, "rollout_args")
+            with_options(Sampling(), task.rollout_args, DataError, "rollout_args")
             if unknown := task.format_args.keys() - _FORMAT_KEYS:
                 raise DataError(f"unknown key in format_args: {', '.join(sorted(map(str, unknown)))}. Put arguments of "
                                 "your own workflow into workflow_args; known keys are "

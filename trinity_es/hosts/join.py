@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from trinity_es.actors.config.config import HostIdentity
-from trinity_es.actors.engines.devices import lacking, visible
+from trinity_es.actors.engines.devices import engine_beyond_gpus, visible_gpus
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_client import HeadDialer, HeadPlace
@@ -142,8 +142,8 @@ def require_gpus(config: Config, name: str) -> None:
     models |= {f"explorer.auxiliary_models {m.name}": m for m in explorer.auxiliary_models}
     gpu_counts = [(key, m.tensor_parallel_size) for key, m in models.items()
                   if m.engine_type not in ("scripted", "http")]
-    gpus = visible()
-    if key := lacking(gpu_counts, len(gpus)):
+    gpus = visible_gpus()
+    if key := engine_beyond_gpus(gpu_counts, len(gpus)):
         raise ConfigError(
             f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), but each engine of {key} needs "
             f"{models[key].tensor_parallel_size}: join from a larger host, make more GPUs visible with "

@@ -21,7 +21,7 @@ import orjson
 
 from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
-from trinity_es.actors.engines.devices import place
+from trinity_es.actors.engines.devices import device_environment
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugin_lookup import add_import_folders, resolve
 from trinity_es.actors.rollout.result import UnitResult
@@ -153,7 +153,7 @@ def _engine_config(model: RolloutModelConfig) -> EngineConfig:
 @contextlib.contextmanager
 def _device_environment(first: int, count: int, total: int) -> Iterator[None]:
     """Set the environment so that an engine started in this block gets `count` of `total` devices, as in a run."""
-    variables = place(first, count, total)
+    variables = device_environment(first, count, total)
     previous_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -173,10 +173,10 @@ class _TracebackRunner(WorkflowRunner):
         super().__init__(*args, **kwargs)
         self.tracebacks: list[str] = []
 
-    def _failure(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
+    def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
         """Add the error's traceback to `tracebacks`, then do what the base class does."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
-        return super()._failure(error, out)
+        return super()._kind_and_message(error, out)
 
 
 def _write(played: PlayedTask) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from trinity_es.actors.server_addresses import is_loopback
-from trinity_es.actors.serving.errors import ApiError, body_of, json_object
+from trinity_es.actors.serving.errors import ApiError, error_body, json_object
 from trinity_es.actors.serving.http_server import json_response
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 from trinity_es.events.json_values import with_single_keys
@@ -86,7 +86,7 @@ def api_error(error: Exception) -> ApiError:
 
 def error_response(error: ApiError, path: str) -> Response:
     """Return the response for an error, in the form of the API of this path (OpenAI's or Anthropic's)."""
-    response = json_response(body_of(error, path), error.status)
+    response = json_response(error_body(error, path), error.status)
     if error.code == "engines_lost":
         response.headers["x-should-retry"] = "false"  # else OpenAI's and Anthropic's clients retry twice
     return response

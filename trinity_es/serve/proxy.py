@@ -23,27 +23,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
-from trinity_es.actors.engines.http.client import http_client, up_to
+from trinity_es.actors.engines.http.client import http_client, size_limit
 from trinity_es.actors.engines.http.pool import MAX_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
-from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
+from trinity_es.actors.serving.errors import ApiError, StreamPlace, invalid_field
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     Gone,
-    bearer,
-    begin,
-    end,
+    bearer_header,
     json_response,
     listen,
     make_app,
     make_server,
     read_body,
+    run_until_disconnect,
+    start_serving,
+    stop_serving,
     tls_options,
     url_of,
-    while_listening,
 )
-from trinity_es.actors.serving.recorded_answer_frames import WANTED, frames, recorded
-from trinity_es.actors.serving.request_limits import ROUTES, dumped
+from trinity_es.actors.serving.recorded_answer_frames import WANTED, parse_record, read_frames
+from trinity_es.actors.serving.request_limits import ROUTES, json_bytes
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
@@ -119,7 +119,7 @@ class Proxy:
         self._start_task(self._recorder.run())
         stop_seconds = STOP_SECONDS + 3  # `stop` ends requests earlier
         self._server = make_server(make_app(self._routes()), stop_seconds, **tls)
-        self._serving = await begin(self._server, listening)
+        self._serving = await start_serving(self._server, listening)
         self.base_url = f"{url_of(listening, bool(tls))}/v1"
         self._start_task(self._follow_engines())
 
@@ -136,7 +136,7 @@ class Proxy:
     async def stop(self) -> None:
         """Stop the proxy. Requests in flight may end within STOP_SECONDS; then they are cancelled. Idempotent."""
         if self._server is not None:
-            end(self._server)
+            stop_serving(self._server)
             _, pending = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
             if pending:
                 self._cut_off_requests()
@@ -199,7 +199,7 @@ class Proxy:
             try:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
-                elif not hmac.compare_digest(bearer(dict(request.scope["headers"])), expected):
+                elif not hmac.compare_digest(bearer_header(dict(request.scope["headers"])), expected):
                     raise ApiError("the API key is missing or wrong: send the key that trinity-es serve printed, as "
                                    "Authorization: Bearer <key> or x-api-key: <key>", status=401,
                                    code="invalid_api_key")
@@ -258,7 +258,7 @@ class Proxy:
         messages, reward = body.get("msg_ids"), body.get("reward")
         task, run = body.get("task_id"), body.get("run_id")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
-            raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
+            raise invalid_field("msg_ids", messages, "a list of message ids (the `id` of a response)")
         if (longest := max(map(len, messages))) > NAME_LENGTH:
             raise ApiError(f"msg_ids has an id of {longest:,} characters: an id has {NAME_LENGTH} at most",
                            param="msg_ids", code="invalid_value")
@@ -266,14 +266,14 @@ class Proxy:
             raise ApiError(f"msg_ids has {len(messages)} ids, which are too long for one request: post them in several",
                            param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
-            raise wrong("reward", reward, "a finite number, of 1e30 at most")
+            raise invalid_field("reward", reward, "a finite number, of 1e30 at most")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
-            raise wrong("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
+            raise invalid_field("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
             if any("\0" in value for value in texts):  # PostgreSQL can't store NUL in a text
-                raise wrong(name, texts, "text without NUL")
+                raise invalid_field(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
-            raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
+            raise invalid_field("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
         count = await self._recorder.ask(RewardAnswers(
             messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
         return json_response({"status": "success", "count": count})
@@ -304,19 +304,19 @@ class Proxy:
             raise
         path = request.url.path
         body = read_object(raw)
-        dumped(body)
+        json_bytes(body)
         earlier_keys, own_keys = conversation_keys(body, request.headers.get("x-session-id"))
         headers = {**self._headers, "content-type": "application/json", WANTED: "1"}
 
         async def ask(engine: Backend) -> Response:
             # No limit on the answer's size, because the runner has limited it.
             sent = self._http.build_request(
-                "POST", engine.endpoint + path, content=raw, headers=headers, extensions=up_to(sys.maxsize)
+                "POST", engine.endpoint + path, content=raw, headers=headers, extensions=size_limit(sys.maxsize)
             )
             response = await self._http.send(sent, stream=True)
             streaming = False
             try:
-                answer, status = frames(response.aiter_raw()), response.status_code
+                answer, status = read_frames(response.aiter_raw()), response.status_code
                 if WANTED not in response.headers:
                     raise EngineFailed("the engine's server did not answer like a runner's: it may be another program")
                 if _is_engine_failure(status):
@@ -346,7 +346,7 @@ class Proxy:
             self._requests_in_flight.add(task)
             task.add_done_callback(self._requests_in_flight.discard)  # when the whole answer is sent
         try:
-            answer = await while_listening(request.receive, self._ask_an_engine(ask, earlier_keys))
+            answer = await run_until_disconnect(request.receive, self._ask_an_engine(ask, earlier_keys))
         except BaseException:
             self.failed += 1
             raise
@@ -356,7 +356,7 @@ class Proxy:
     async def _record(self, data: bytes, engine: Backend) -> None:
         """Record an answer from the frame that its engine sent. Raises EngineError if the frame is malformed."""
         try:
-            answer = recorded_completion(*recorded(data), engine)
+            answer = recorded_completion(*parse_record(data), engine)
         except (LookupError, TypeError, ValueError) as e:
             raise EngineError(f"the answer of {engine.runner} can't be recorded: {type(e).__name__}: {e}") from e
         await self._recorder.record(answer)

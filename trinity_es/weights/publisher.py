@@ -26,7 +26,7 @@ from trinity_es.actors.commands import (
     SyncWeights,
 )
 from trinity_es.actors.engines.adapter_checks import checked_adapter
-from trinity_es.actors.engines.checkpoints import difference, reference_shapes, unloadable
+from trinity_es.actors.engines.checkpoints import mismatch, reference_shapes, why_unloadable
 from trinity_es.actors.engines.vllm.weight_sender import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError, TrinityError
@@ -110,7 +110,7 @@ class Publisher:
         if model.engine_type in ("vllm", "http"):
             if not (folder / "config.json").is_file():
                 raise SyncError(f"{folder} is not a checkpoint in HF format: it has no config.json")
-            problem = unloadable(str(folder), *reference_shapes(model.model_path))
+            problem = why_unloadable(str(folder), *reference_shapes(model.model_path))
             if problem:  # once published, every engine that starts would need it
                 raise SyncError(f"weights version {version} was not published: {problem}")
         version_before = current_weights(self.open_log()).version
@@ -164,7 +164,7 @@ class Publisher:
                             f"{self.config.synchronizer.sync_method}: set it to nccl")
         reference, tied = reference_shapes(model.model_path)
         if meta is not None and reference is not None:
-            problem = difference({str(name): list(shape) for name, _, shape in meta}, reference, tied)
+            problem = mismatch({str(name): list(shape) for name, _, shape in meta}, reference, tied)
             if problem:
                 raise SyncError(f"state_dict_meta does not fit the model: {problem}")
         self.sender = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.engines.checkpoints import difference, model_folder, reference_shapes
+from trinity_es.actors.engines.checkpoints import mismatch, model_folder, reference_shapes
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, DataError, SyncError
 
@@ -45,7 +45,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     little memory, or the first tensor that is missing, unknown, not finite, or of another shape than the model's.
     """
     tensors = _checked_tensors(version, state)
-    problem = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference_shapes(config, tensors))
+    problem = mismatch({name: list(t.shape) for name, t in tensors.items()}, *_reference_shapes(config, tensors))
     if problem:
         raise SyncError(f"weights version {version} was not published: {problem}")
     if not SHARED_MEMORY.is_dir():

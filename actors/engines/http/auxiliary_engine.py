@@ -1,8 +1,8 @@
-"""Engines of other runners over HTTP, as workflows use them for auxiliary models.
+"""Engines of auxiliary models, which run in other runners and which workflows call over HTTP.
 
 A `RemoteEngine` is an `Engine` over all engines of one model. It calls the routes of `serving/token_id_routes.py`. The
-engines may come and go (`update`): a request whose engine died, or that finds none, is retried on another until its
-caller gives up, so a workflow sees only a pause.
+engines may come and go (`update`). A request whose engine died is retried on another, and waits if there is none, so a
+workflow sees only a pause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.config.models import RolloutModelConfig
-from trinity_es.actors.engines.http.client import http_client, largest_answer, up_to
+from trinity_es.actors.engines.http.client import http_client, largest_answer, size_limit
 from trinity_es.actors.engines.http.pool import Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
@@ -30,10 +30,10 @@ CONNECT_SECONDS = 5.0
 
 
 class RemoteEngine:
-    """All engines of one model as one `Engine`, for one event loop.
+    """All engines of an auxiliary model as one `Engine`, for one event loop.
 
-    Requests of one `task` share an engine's prefix cache. `token`: of the runners' HTTP servers; `defaults`: the
-    model's own sampling, by the names of `Sampling`. `model_version` is the last answer's.
+    Requests of one `task` go to one engine, to share its prefix cache. `token`: bearer token of the runners' servers;
+    `defaults`: the model's own sampling, by the names of `Sampling`. `model_version` is that of the last answer.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class RemoteEngine:
         self._http: httpx.AsyncClient | None = None
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Replace the engines; `endpoints` has a URL for each runner. A new URL of a runner means a new engine."""
+        """Replace the list of engines; `endpoints` has a URL per runner. A new URL of a runner means a new engine."""
         self.pool.update({"runner": name, "incarnation": 0, "endpoint": url} for name, url in endpoints.items())
 
     def endpoint(self, task: str | None) -> Endpoint:
-        """Return the address of the task's engine for an OpenAI client. Raises WorkflowError while there is none."""
+        """Return the OpenAI endpoint of the task's engine. Raises WorkflowError while no engine is ready."""
         engine = self.pool.choose(_keys(task))
         if engine is None:
             raise WorkflowError(
@@ -64,7 +64,7 @@ class RemoteEngine:
         return Endpoint(f"{engine.endpoint}/v1", self.token, self.name)
 
     async def start(self) -> None:
-        """Do nothing: runners start the engines."""
+        """Do nothing, since runners start the engines."""
 
     async def stop(self) -> None:
         http, self._http = self._http, None
@@ -72,11 +72,11 @@ class RemoteEngine:
             await http.aclose()
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Raise SyncError: an auxiliary model keeps its weights."""
+        """Raise SyncError, since an auxiliary model keeps its weights."""
         raise SyncError(f"the auxiliary model {self.name!r} keeps its weights: load new ones into the rollout model")
 
     async def generate(self, prompt: str | list[int], sampling: Sampling, task: str | None = None) -> list[Completion]:
-        """Generate like `Engine.generate`; wait while no engine can be reached."""
+        """Generate like `Engine.generate`, and wait while no engine can be reached."""
         max_bytes = largest_answer(
             prompt_tokens=len(prompt), answers=sampling.n,
             max_tokens=min(sampling.max_tokens, self.max_model_len or sampling.max_tokens),
@@ -88,18 +88,18 @@ class RemoteEngine:
     async def stream(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> AsyncGenerator[Completion, None]:
-        """Wait for `generate`, and yield its whole answer as one part."""
+        """Yield the whole answer of `generate` as one part."""
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, task: str | None = None) -> list[float]:
-        """Compute like `Engine.logprobs`; wait while no engine can be reached."""
+        """Compute like `Engine.logprobs`, and wait while no engine can be reached."""
         body = {"token_ids": list(token_ids), "temperature": temperature}
         max_bytes = largest_answer(prompt_tokens=len(token_ids), logprobs_per_prompt_token=1)
         return list((await self._ask("logprobs", body, task, max_bytes))["logprobs"])
 
     async def _ask(self, route: str, body: dict[str, Any], task: str | None, max_bytes: int) -> dict[str, Any]:
-        """Return the JSON that an engine of the pool answers, if need be another one. Raises EngineError."""
+        """Send a request to an engine of the pool, with retries on others, and return its JSON. Raises EngineError."""
         data = json.dumps(body).encode()
         if self._http is None:
             self._http = http_client(
@@ -108,10 +108,11 @@ class RemoteEngine:
         http = self._http
 
         async def ask(engine: Backend) -> dict[str, Any]:
-            """Return this engine's answer, and take its load and model version from it."""
+            """Return this engine's answer, and note the load and model version in it."""
             self.pool.remember(_keys(task), engine)
-            answer = await http.post(f"{engine.endpoint}/engine/{route}", content=data, extensions=up_to(max_bytes))
-            result = self._result(answer, engine.runner)
+            url = f"{engine.endpoint}/engine/{route}"
+            answer = await http.post(url, content=data, extensions=size_limit(max_bytes))
+            result = self._read_result(answer, engine.runner)
             engine.other_count, engine.reported_at = max(0, result["load"] - engine.open_count), self._clock()
             self.model_version = result["model_version"]
             engine.answer_count += 1
@@ -119,17 +120,17 @@ class RemoteEngine:
 
         try:
             return await self.pool.ask(ask, _keys(task))
-        except NoEngine as e:  # this request may be what ends them: its attempt fails, and attempts are counted
+        except NoEngine as e:  # this request may have killed them: fail its attempt, since attempts are limited
             raise EngineError(
                 f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this request ({e})"
             ) from e
 
-    def _result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
-        """Return the JSON of a successful answer. Raises EngineFailed if the engine ended, EngineError for others."""
+    def _read_result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
+        """Return the JSON of a successful answer. Raises EngineFailed if the engine ended, EngineError for an error."""
         status = answer.status_code
         try:
             result: dict[str, Any] = json.loads(answer.content)
-            if "load" in result:  # every success has it, no error
+            if "load" in result:  # every successful answer has it, and no error
                 return result
             message = str(result["error"]["message"])
         except (ValueError, TypeError, LookupError):
@@ -143,12 +144,12 @@ class RemoteEngine:
 
 
 def _keys(task: str | None) -> list[str]:
-    """Return the pool's keys for requests of a task: a request of no task has none, and goes to any engine."""
+    """Return the pool's keys for requests of a task; [] for a request without a task, which any engine may get."""
     return [] if task is None else [task]
 
 
 def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:
-    """Return a RemoteEngine with tokenizer for each auxiliary model.
+    """Return a RemoteEngine with a tokenizer for each auxiliary model.
 
     Raises ConfigError for an engine class without the method `load_tokenizer`.
     """

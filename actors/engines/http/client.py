@@ -1,10 +1,10 @@
 """HTTP client for hundreds of open requests to engines' servers: httpx's API over aiohttp's connections.
 
-httpx's own pool scans all its connections for each request: 16 ms of a core per request with 256 open, and aiohttp
-takes a fortieth. (The package httpx-aiohttp reports a server that ended during a request as unreachable.)
+httpx's own pool scans all its connections for each request. With 256 open ones that takes 16 ms of a core per request,
+and aiohttp takes a fortieth. (The package httpx-aiohttp reports a server that ended during a request as unreachable.)
 
-Every answer has a size limit: an endless one would fill the runner's memory, and a compressed one of 2 MiB can become
-10 GB. So requests ask for no compression, and may set a limit with `extensions=up_to(largest_answer(...))`.
+Every answer has a size limit, since an endless one would fill the runner's memory. Compression is refused, since 2 MiB
+can become 10 GB. Requests set their limit with `extensions=size_limit(largest_answer(...))`.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from trinity_es.events.errors import EngineError
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["LOOK_BYTES", "http_client", "largest_answer", "up_to"]
+__all__ = ["MAX_BYTES", "http_client", "largest_answer", "size_limit"]
 
 KEEP_SECONDS = 15.0
-"""How long an idle connection is kept: less than a runner's server keeps it."""
-LOOK_BYTES = 8 * 2**20
-"""Maximum size of an error, and of an answer without another limit: `/metrics` of many engines takes 1 MiB."""
+"""How long an idle connection is kept; runners' servers keep it longer."""
+MAX_BYTES = 8 * 2**20
+"""Maximum size of an error, and of an answer without a limit of its own: `/metrics` of many engines takes 1 MiB."""
 _ENTRY_BYTES, _EVENT_BYTES, _ID_BYTES = 256, 1024, 16
-"""Upper bounds of the mean JSON size: of a token or logprob with its text, of a stream's event around it, of an id."""
+"""Upper bounds of mean JSON sizes: a token or logprob with its text, the stream event around it, a token id."""
 
 
 def largest_answer(
     *, prompt_tokens: int, answers: int = 1, max_tokens: int = 0, logprobs_per_token: int = 0,
     logprobs_per_prompt_token: int = 0, streamed: bool = False,
 ) -> int:
-    """Return the maximum bytes of JSON that this many answers to a prompt can take.
+    """Return the maximum bytes of JSON for the answers to one prompt.
 
     `max_tokens` is for each answer; `streamed`: each token may come in a stream event of its own.
     """
     token_bytes = (1 + logprobs_per_token) * _ENTRY_BYTES + streamed * _EVENT_BYTES
     prompt_token_bytes = _ID_BYTES + logprobs_per_prompt_token * _ENTRY_BYTES
-    return answers * (max_tokens * token_bytes + prompt_tokens * prompt_token_bytes) + LOOK_BYTES
+    return answers * (max_tokens * token_bytes + prompt_tokens * prompt_token_bytes) + MAX_BYTES
 
 
-def up_to(max_bytes: int) -> dict[str, int]:
-    """Return the request's `extensions` that limit the body of its answer to `max_bytes`."""
+def size_limit(max_bytes: int) -> dict[str, int]:
+    """Return `extensions` for a request that limit the body of its answer to `max_bytes`."""
     return {"max_bytes": max_bytes}
 
 
@@ -53,12 +53,12 @@ def http_client(
     *, connect: float, read: float | None = None, base_url: str = "", headers: Mapping[str, str] | None = None,
     trust_env: bool = False, transport: httpx.AsyncBaseTransport | None = None, keep: float = KEEP_SECONDS,
 ) -> httpx.AsyncClient:
-    """Return a client without a limit of connections, for the event loop of its first request.
+    """Return a client with unlimited connections, to be used on one event loop.
 
     `connect`, `read`: timeouts in seconds; `keep`: seconds for which an idle connection is kept; `trust_env`: use the
     environment's proxies; `transport`: for tests. Requests raise httpx's ConnectError or ConnectTimeout if the server
-    saw nothing of the request, and another TransportError if it may have seen it. They raise EngineError for an answer
-    that is compressed, or larger than the limit that the request set by `up_to` (LOOK_BYTES if it set none).
+    did not get the request, and another TransportError if it may have. They raise EngineError for an answer that is
+    compressed, or larger than the limit that the request set by `size_limit` (MAX_BYTES if it set none).
     """
     import httpx
 
@@ -70,7 +70,7 @@ def http_client(
 
 
 def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
-    """Return this transport with EngineErrors for answers that are compressed or too large."""
+    """Wrap a transport so that answers that are compressed or too large raise EngineError."""
     import httpx
 
     class LimitedBody(httpx.AsyncByteStream):
@@ -78,13 +78,13 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
             self._body, self._max_bytes, self._server = body, max_bytes, server
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            """Yield the body's parts. Raises EngineError once they are longer than the limit."""
+            """Yield the body's parts. Raises EngineError once they exceed the limit together."""
             size = 0
             async for part in self._body:
                 size += len(part)
                 if size > self._max_bytes:
                     raise EngineError(
-                        f"{self._server} answers with more than {self._max_bytes:,} bytes, the most for this request: "
+                        f"{self._server} answers with more than {self._max_bytes:,} bytes, the limit for this request: "
                         "check that it is a vLLM server"
                     )
                 yield part
@@ -94,7 +94,7 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
 
     class LimitedTransport(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            """Send a request. Raises EngineError for a compressed answer; reading its body may raise it, too."""
+            """Send a request. Raises EngineError for a compressed answer, as does reading a body that is too large."""
             answer = await transport.handle_async_request(request)
             server = f"{request.url.scheme}://{request.url.netloc.decode()}{request.url.path}"
             encoding = answer.headers.get("content-encoding", "identity")
@@ -105,9 +105,9 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
                     "compression off there, or in the proxy before it"
                 )
             assert isinstance(answer.stream, httpx.AsyncByteStream)
-            max_bytes = request.extensions.get("max_bytes", LOOK_BYTES)
-            if answer.status_code >= 300:  # an error needs no more, whatever the answer's limit
-                max_bytes = min(max_bytes, LOOK_BYTES)
+            max_bytes = request.extensions.get("max_bytes", MAX_BYTES)
+            if answer.status_code >= 300:  # an error needs no more, whatever limit the request set
+                max_bytes = min(max_bytes, MAX_BYTES)
             answer.stream = LimitedBody(answer.stream, max_bytes, server)
             return answer
 
@@ -119,7 +119,7 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
 
 @contextmanager
 def _as_httpx(request: httpx.Request) -> Iterator[None]:
-    """Context that raises an error of aiohttp's as the error of httpx's with the same meaning."""
+    """Within this context, raise errors of aiohttp as httpx's errors with the same meaning."""
     import aiohttp
     import httpx
 
@@ -138,7 +138,7 @@ def _as_httpx(request: httpx.Request) -> Iterator[None]:
 
 
 def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport:
-    """Return a transport for httpx that sends requests by an aiohttp session, which the first request opens."""
+    """Return a transport for httpx that sends requests over an aiohttp session, which the first request opens."""
     import aiohttp
     import httpx
 
@@ -152,12 +152,12 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
                     yield part
 
         async def aclose(self) -> None:
-            self._answer.release()  # this closes the connection if the body was not read to its end
+            self._answer.release()  # closes the connection if the body was not read to its end
 
     proxies = getproxies() if trust_env else {}
 
     def proxy_for(url: httpx.URL) -> str | None:
-        """Return the URL of the environment's proxy for a request; None if the request goes directly to its server."""
+        """Return the URL of the environment's proxy for a request to `url`; None if it needs none."""
         proxy = proxies.get(url.scheme) or proxies.get("all")
         if not proxy or is_loopback(url.host) or proxy_bypass(url.host):
             return None

@@ -1,16 +1,16 @@
-"""Engine over an external vLLM server: called over HTTP, supervised and fenced. One `HTTPEngine` serves one server.
+"""Engine over an external vLLM server, which it calls over HTTP and supervises. One `HTTPEngine` serves one server.
 
 Promises beyond the `Engine` interface:
-- **No answer of another life of the server counts.** The engine labels the server's weights at the first contact and
-  with each new version. vLLM keeps the label in the process that holds the weights, so a restarted server has lost it.
-  With `--enable-scale-out` each answer carries the labels of its tokens. Otherwise the engine checks the server's
-  identity after each answer, before the answer counts.
+- **No answer of a restarted server counts.** The engine labels the server's weights at the first contact and with each
+  new version. vLLM keeps the label in the process that holds the weights, so a restarted server has lost it. With
+  `--enable-scale-out` each answer carries the labels of its tokens. Otherwise the engine checks the server's identity
+  after each answer, before the answer counts.
 - **Nothing is served from unknown weights.** A server that was started with `model_path`, and whose weights are not
   labelled, serves the initial version; into any other the initial version is loaded first.
-- **A server that fails a request it answered before is no server.** After an answer that is an error or impossible
-  (NaN, a token that the model does not have) the engine repeats the request of its first contact. If that fails too,
-  the engine ends, so a broken server takes no work from others. A request is at fault only if vLLM itself says so (400,
-  413, 422) and the repeat is answered. 429 and 503 are waited out for a while first.
+- **A broken server takes no work from others.** After an answer that is an error or impossible (NaN, a token that the
+  model does not have) the engine repeats the request of its first contact. If that fails too, the engine ends. A
+  request is at fault only if vLLM itself says so (400, 413, 422) and the repeat is answered. After 429 and 503 the
+  engine waits and retries first.
 - If the server ends, restarts, or gets other weights from elsewhere, the engine ends, as with a local process: the
   runner ends, and the next one waits for the server and starts from the beginning.
 
@@ -29,15 +29,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary
+from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary_size
 from trinity_es.actors.engines.http import vllm_requests
 from trinity_es.actors.engines.http.server_load import LoadReport
-from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
+from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, is_refused
 from trinity_es.actors.engines.http.vllm_requests import Answer, TextCutter
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Sampling, Tokenizer
 from trinity_es.actors.engines.long_text_tokenization import prompt_ids
-from trinity_es.actors.engines.sampling_checks import whole_distribution
+from trinity_es.actors.engines.sampling_checks import needs_whole_distribution
 from trinity_es.events.errors import ConfigError, EngineError
 
 __all__ = ["HTTPEngine"]
@@ -46,17 +46,17 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SILENT_SECONDS = 30.0
-"""How long a server may be silent, since it is busy say, before it counts as gone."""
+"""How long a server may be silent, because it is busy, say, before it counts as gone."""
 MAX_REFUSALS = 2
 """Number of refused connections in a row after which the server counts as gone."""
 TEST_SECONDS = 30.0
-"""Timeout of the test request to a server that failed another one."""
+"""Timeout of the test request to a server that failed another request."""
 FAILURE_PAUSE_SECONDS = 0.1, 10.0
-"""First and longest pause after failed requests in a row; it doubles. A failing server must not attract requests."""
+"""First and longest pause after failed requests in a row; it doubles. Fast failures must not attract more requests."""
 _TEST_SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
-"""Sampling of the test request, as plain as possible."""
+"""Sampling of the test request, as simple as possible."""
 STOP_SECONDS = 8.0
-"""How long a stop waits for a running change of weights: less than the guardian waits for the stop."""
+"""How long `stop` waits for a running change of weights: less than the guardian waits for `stop`."""
 _PROBE = "Here are 12,345 of  them,\n\tça va? 好的 don't!"
 """Text that different tokenizers split differently."""
 _NOT_STARTED = "it was not started"
@@ -65,37 +65,36 @@ _MAX_DISTRIBUTION = 2_000_000
 
 
 class HTTPEngine(ServerWeights):
-    """An external vLLM server as an `Engine`. `config.options`: its `url`, and explorer.rollout_model.servers."""
+    """`Engine` over an external vLLM server. `config.options`: `url`, and keys of explorer.rollout_model.servers."""
 
     tokenizer: Tokenizer
 
     def __init__(self, config: EngineConfig) -> None:
         options = config.options
         if not options.get("url"):
-            raise ConfigError("an engine of type http was built without options['url'], the URL of its server")
+            raise ConfigError("options['url'] is missing: give the URL of the server to an engine of type http")
         key_variable = options.get("key_variable", "")
         key = os.environ.get(key_variable, "")
         super().__init__(config, VLLMServer(options["url"], key=key, key_variable=key_variable))
         self.version = self.runs_wait = ""
         self.dead: str | None = _NOT_STARTED
         self._logprobs_are_processed = True
-        """Logprobs are of the sampled distribution, for any sampling."""
+        """True if the server's logprobs are those of the sampled distribution, whatever the sampling settings."""
         self._watch_task: asyncio.Task[None] | None = None
         self._test_task: asyncio.Task[bool] | None = None
         self._check_lock = asyncio.Lock()
         self._begun_checks = self._newest_success = 0
-        """For `_confirm`: count of the checks begun, which numbers them, and number of the newest successful one."""
+        """Number of the newest identity check of `_confirm_identity`, and of the newest successful one."""
         self._last_answer_at = 0.0
         """Monotonic time of the last answer or stream event."""
         self.on_load: Callable[[EngineLoad], None] | None = None
-        self._failure_count = 0
-        """Failed requests since the last whole answer."""
+        self._failure_count = 0  # number of failed requests since the last complete answer
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer of the config's model, if possible without an import of torch."""
-        from transformers import PreTrainedTokenizerFast  # AutoTokenizer imports torch: five seconds, and its memory
+        """Return the tokenizer of the config's model, if possible without importing torch."""
+        from transformers import PreTrainedTokenizerFast  # AutoTokenizer imports torch: five seconds, and memory
 
         model = resolve_model(config.model_path)
         try:
@@ -104,7 +103,7 @@ class HTTPEngine(ServerWeights):
             return auto_tokenizer(model)
 
     async def _check_tokenizer(self) -> None:
-        """Have `tokenizer` give the server's ids of a probe, if need be by another class. Raises EngineError."""
+        """Check that `tokenizer` agrees with the server on a probe; if not, try another class. Raises EngineError."""
         ids = await self.server.tokenize(_PROBE)
         if ids is None or ids == list(self.tokenizer.encode(_PROBE)):
             return
@@ -117,12 +116,12 @@ class HTTPEngine(ServerWeights):
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and response together; None before the first contact with the server."""
+        """Maximum number of tokens of prompt and response together; None before the first contact with the server."""
         longest = None if self._facts is None else self._facts.max_model_len
         return longest and min(longest, self.config.max_model_len or longest)
 
     async def start(self) -> None:
-        """Wait for the server and have it serve the initial version. Raises ConfigError or EngineError."""
+        """Wait for the server, and have it serve the initial version. Raises ConfigError or EngineError."""
         try:
             tokenizer_task = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
             self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
@@ -135,7 +134,7 @@ class HTTPEngine(ServerWeights):
             raise
 
     async def _connect(self) -> bool:
-        """Wait for the server, load its first weights and test it; return False if it went away meanwhile."""
+        """Wait for the server, have it serve its first weights, and test it. Return False if it went away meanwhile."""
         await self._wait_until_reachable()
         try:
             await self._check_tokenizer()
@@ -146,7 +145,7 @@ class HTTPEngine(ServerWeights):
             await self._first_test()
         except EngineError as e:
             if not isinstance(e, ServerGone) and not e.details.get("dead"):
-                raise  # the server is there, and can't be used
+                raise  # the server answers, but can't be used
             if str(e) != self.waits_for:
                 _log.warning("connecting to %s failed: %s", self.server.url, e)
             self.waits_for = str(e)
@@ -157,8 +156,8 @@ class HTTPEngine(ServerWeights):
         return True
 
     async def _first_test(self) -> None:
-        """Set the test request and try it, and report waits meanwhile. Raises EngineError, ServerGone."""
-        self._vocabulary = vocabulary(self._model, self.tokenizer)
+        """Make the test request and send it once; meanwhile update `waits_for`. Raises EngineError, ServerGone."""
+        self._vocabulary = vocabulary_size(self._model, self.tokenizer)
         self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         test = asyncio.create_task(self._gives_processed_logprobs())
         try:
@@ -171,7 +170,7 @@ class HTTPEngine(ServerWeights):
             test.cancel()
 
     async def stop(self) -> None:
-        """Disconnect from the server, after a change of weights if that ends soon. Idempotent."""
+        """Disconnect from the server; wait up to STOP_SECONDS for a running change of weights."""
         if self._changes and self.dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
@@ -180,7 +179,7 @@ class HTTPEngine(ServerWeights):
         await self.server.close()
 
     def _die(self, reason: str) -> None:
-        """End the engine: requests that wait, and all later ones, raise EngineError with this reason."""
+        """Mark the engine dead: waiting requests, and all later ones, raise EngineError with this reason."""
         if self.dead in (None, _NOT_STARTED):  # the first reason counts
             self.dead = reason
         self._gate.set()
@@ -188,7 +187,7 @@ class HTTPEngine(ServerWeights):
 
     # --- supervision ------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
-        """Check the server every WATCH_SECONDS; end the engine when the server ended or is another one."""
+        """Check the server every WATCH_SECONDS. End the engine if the server ended or its identity changed."""
         heard_at, refusals, load = time.monotonic(), 0, LoadReport(self.server, self.on_load)
         while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
@@ -196,15 +195,15 @@ class HTTPEngine(ServerWeights):
             try:
                 if defect := await self.server.unhealthy():
                     problem = EngineError(defect, dead=True)
-                await self._check_identity()  # checks nothing while its weights change
+                await self._check_identity()  # does nothing while the weights change
                 await self._update_waits()
-                await load.look()
+                await load.poll()
             except Exception as e:
                 problem = problem or e
-            if problem is None or self._is_restarting:  # `_restart` watches it
+            if problem is None or self._is_restarting:  # `_restart` watches a restart
                 heard_at, refusals = time.monotonic(), 0
             elif isinstance(problem, ServerGone):
-                refusals += unreached(problem)
+                refusals += is_refused(problem)
                 if refusals >= MAX_REFUSALS or time.monotonic() - heard_at > SILENT_SECONDS:
                     self._die(str(problem))
             elif isinstance(problem, EngineError) and problem.details.get("dead"):
@@ -213,7 +212,7 @@ class HTTPEngine(ServerWeights):
                 _log.warning("%s: %s", self.server.url, problem)
 
     async def _update_waits(self) -> None:
-        """Update `waits_for` and `runs_wait`. While this engine changes its weights, its own pause is no wait."""
+        """Update `waits_for` and `runs_wait`. The pause of this engine's own change of weights does not count."""
         url, may_pause = self.server.url, self._server_facts().loads_weights and not self._is_changing
         is_paused = may_pause and await self.server.rejects() and not self._is_changing  # a change may have begun since
         end_of_pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
@@ -229,27 +228,27 @@ class HTTPEngine(ServerWeights):
             return
         if label is not None:
             server_label = await self.server.label()
-            # This engine may have begun a change of weights meanwhile, and given them another label.
+            # Meanwhile this engine may have begun a change of weights, with another label.
             if server_label != label and label == self._label and not self._is_changing:
                 self._die(f"it restarted, or something else changed its weights (they are labelled {server_label!r})")
             return
-        started = await self.server.started()
+        started = await self.server.start_time()
         if started != self._process_start and not self._is_changing:
             self._die(f"it restarted (its process was started at {started or '?'}, not {self._process_start})")
 
-    async def _confirm(self) -> None:
-        """Check the server's identity after an answer: one check for all that wait, begun after their answers came."""
+    async def _confirm_identity(self) -> None:
+        """Check the server's identity after an answer. Waiting requests share one check that began after their call."""
         earlier_checks = self._begun_checks
         async with self._check_lock:
-            if self._newest_success <= earlier_checks:  # none that began after this answer has succeeded
+            if self._newest_success <= earlier_checks:  # no check that began after this answer has succeeded
                 self._begun_checks = number = self._begun_checks + 1
                 await self._check_identity()
                 self._newest_success = number
         self._require_alive()
 
-    async def _test(self) -> bool:
-        """Test a server that failed a request, once for all that wait; return False if that was inconclusive."""
-        if self._watch_task is None:  # during the first contact, whose caller reports the failure
+    async def _test_server(self) -> bool:
+        """Test a server that failed a request; all waiting requests share one test. Return False if inconclusive."""
+        if self._watch_task is None:  # during `start`, whose caller gets the failure
             return True
         if self._test_task is None or self._test_task.done():
             self._test_task = asyncio.create_task(self._run_test())
@@ -258,54 +257,54 @@ class HTTPEngine(ServerWeights):
         return conclusive
 
     async def _run_test(self) -> bool:
-        """Send the request of the first contact again; end the engine if it fails. Returns False if inconclusive."""
+        """Send the test request again. End the engine if it fails; return False if the test was inconclusive."""
         begun_at = time.monotonic()
         path, body, max_bytes = self._request(self._test_prompt, _TEST_SAMPLING)
         try:
             response = await self.server.ask("POST", path, body, seconds=TEST_SECONDS, max_bytes=max_bytes)
-            self._answers(response, _TEST_SAMPLING, self._test_prompt)
+            self._parse(response, _TEST_SAMPLING, self._test_prompt)
             await self._check_identity()
         except EngineError as e:
             status = e.details.get("status")
-            if isinstance(e, ServerGone) and status is None:  # a silent server: `_watch` judges it
+            if isinstance(e, ServerGone) and status is None:  # `_watch` decides about a silent server
                 return False
-            works = self._last_answer_at > begun_at - sum(BUSY_SECONDS) or self.server.works_since(begun_at)
+            works = self._last_answer_at > begun_at - sum(BUSY_SECONDS) or self.server.has_request_since(begun_at)
             if status in BUSY and (works or await self.server.rejects()):
                 return False
             self._die(f"it fails a request that it answered at first: {e}")
         return True
 
     async def _pause_after_failure(self) -> None:
-        """Count a failed request, and wait the longer the more requests in a row have failed."""
+        """Count a failed request and pause. Each further failure in a row doubles the pause."""
         self._failure_count += 1
         first, longest = FAILURE_PAUSE_SECONDS
         await self._unless_dead(asyncio.sleep(min(longest, first * 2.0 ** min(self._failure_count - 1, 10))))
 
     def _require_alive(self) -> None:
         if self.dead is not None:
-            raise EngineError(f"{self.server.url} serves nothing: {self.dead}", dead=True)
+            raise EngineError(f"the engine of {self.server.url} is dead: {self.dead}", dead=True)
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """Return `sampling.n` completions. Raises EngineError with the details `refused` or `dead`, as VLLMEngine."""
-        ids = await self._ids(prompt)
+        """Return `sampling.n` completions. Raises EngineError with the details `refused` or `dead`, like VLLMEngine."""
+        ids = await self._prompt_ids(prompt)
         self._check_logprobs(sampling)
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
         if copies > 1:
             sampling = replace(sampling, n=1)
 
         def read(response: Any, version: int) -> list[Completion]:
-            parsed = self._answers(response, sampling, ids)
+            parsed = self._parse(response, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in parsed]
             return [answer.completion(ids, text, self._version_spans(answer, len(answer.ids), version))
                     for answer, text in zip(parsed, texts, strict=True)]
 
-        return await self._result(ids, sampling, read) * copies
+        return await self._send(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         sampling = replace(sampling, n=1)
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         self._check_logprobs(sampling)
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
         async with (
@@ -318,7 +317,7 @@ class HTTPEngine(ServerWeights):
                 except StopAsyncIteration:
                     raise EngineError(f"{self.server.url} ended a stream without a finish_reason") from None
                 self._last_answer_at = time.monotonic()
-                for answer in self._answers(event, sampling, ids, whole=False):
+                for answer in self._parse(event, sampling, ids, whole=False):
                     count += len(answer.ids)
                     if count > sampling.max_tokens:
                         raise EngineError(f"{self.server.url} generated more than {sampling.max_tokens} tokens")
@@ -327,51 +326,52 @@ class HTTPEngine(ServerWeights):
                         yield answer.completion(ids, text)
                         continue
                     if not self._server_facts().labels_tokens:
-                        await self._unless_dead(self._confirm())
+                        await self._unless_dead(self._confirm_identity())
                     spans = self._version_spans(answer, count, version)
                     self._failure_count = 0
                     yield answer.completion(ids, text, spans)
                     return
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Return the logprob of each of `token_ids[1:]`. Refused above 2 million values if the temperature is not 1."""
-        ids = await self._ids(token_ids)
+        """Return the logprob of each of `token_ids[1:]`. Temperatures other than 1 are limited to 2 million values."""
+        ids = await self._prompt_ids(token_ids)
         token_count = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
-        needs_all = whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
+        needs_all = needs_whole_distribution(len(ids), token_count, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
 
         def read(response: Any, version: int) -> list[float]:
-            for answer in self._answers(response, sampling, ids):
+            for answer in self._parse(response, sampling, ids):
                 self._version_spans(answer, len(answer.ids), version)
             return vllm_requests.prompt_logprobs(
                 response, ids, temperature, spans=self._server_facts().labels_tokens, server=self._server_name()
             )
 
-        return await self._result(ids, sampling, read, of_prompt=-1 if needs_all else 0)
+        return await self._send(ids, sampling, read, of_prompt=-1 if needs_all else 0)
 
-    async def _result(
+    async def _send(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
     ) -> _T:
-        """Send a request and return `read(response, version)`; `version` is the one served when the request began."""
+        """Send a request and return `read(response, version)`. `version` is the one served when the request began."""
         async with self._request_slot() as version:
             request = self._request(ids, sampling, prompt_logprobs=of_prompt)
             response = await self._unless_dead(self.server.tokens(*request))
             if not self._server_facts().labels_tokens:
-                await self._unless_dead(self._confirm())
+                await self._unless_dead(self._confirm_identity())
             result = read(response, version)
         self._last_answer_at, self._failure_count = time.monotonic(), 0
         return result
 
     def _request(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
-        """Return path and JSON of a request (with `body`'s arguments `more`), and the maximum bytes of its answer."""
+        """Return path and JSON of a request, and the maximum bytes of its answer. `more`: as for `request_body`."""
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
-        body = vllm_requests.body(ids, sampling, spans=facts.labels_tokens, model=facts.model, room=room, **more)
-        return vllm_requests.route(facts.labels_tokens), body, vllm_requests.most_bytes(body, self._vocabulary)
+        spans = facts.labels_tokens
+        body = vllm_requests.request_body(ids, sampling, spans=spans, model=facts.model, room=room, **more)
+        return vllm_requests.request_path(spans), body, vllm_requests.max_answer_bytes(body, self._vocabulary)
 
-    def _answers(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
-        return vllm_requests.answers(
+    def _parse(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
+        return vllm_requests.parse_answers(
             response, sampling, spans=self._server_facts().labels_tokens, vocabulary=self._vocabulary, whole=whole,
             server=self._server_name(), prompt=prompt,
         )
@@ -382,9 +382,9 @@ class HTTPEngine(ServerWeights):
 
     @contextlib.asynccontextmanager
     async def _request_slot(self) -> AsyncIterator[int]:
-        """Context of a request, entered when none is held back; it gives the model version served.
+        """Wait until requests may begin, and count one as open. The context's value is the model version served.
 
-        A request that fails ends the engine if its server is gone or broken, else pauses. Raises EngineError.
+        If the request fails, end the engine if its server is gone or broken, else pause. Raises EngineError.
         """
         await self._gate.wait()
         self._require_alive()
@@ -394,24 +394,24 @@ class HTTPEngine(ServerWeights):
         except ServerGone as e:
             try:
                 await self._check_identity()
-            except EngineError as failure:  # a silent server may be busy: `_watch` judges that
-                if unreached(failure):
+            except EngineError as failure:  # `_watch` decides about a silent server, which may be busy
+                if is_refused(failure):
                     self._die(str(e))
             self._require_alive()
             if "status" in e.details:
-                await self._test()
+                await self._test_server()
                 await self._pause_after_failure()
-            raise EngineError(str(e)) from e  # the server serves: only this request failed
+            raise EngineError(str(e)) from e  # the server works, and only this request failed
         except EngineError as e:
             self._require_alive()
-            if await self._test() and e.details.get("refused"):
+            if await self._test_server() and e.details.get("refused"):
                 raise
             await self._pause_after_failure()
             raise EngineError(str(e)) from e
         finally:
             self._open_requests -= 1
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._require_alive()
         remedy = f"start {self.server.url} with a larger --max-model-len"
@@ -419,7 +419,7 @@ class HTTPEngine(ServerWeights):
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _version_spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
-        """Return a whole answer's version spans; `version` is that of answers without labels. Raises EngineError."""
+        """Return `(version, start, end)` over a whole answer; `version` if it has no labels. Raises EngineError."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
         if not self._server_facts().labels_tokens:
@@ -432,11 +432,11 @@ class HTTPEngine(ServerWeights):
         starts = [*(start for _, start, _ in answer.labels), count]
         if ends != sorted(ends) or ends != starts:  # each span begins where the one before it ends
             raise EngineError(f"{self._server_name()} did not report which weights version generated each of {count} "
-                              f"tokens{vllm_requests.OTHERS}")
+                              f"tokens{vllm_requests.VERSION_HINT}")
         return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
 
     def _check_logprobs(self, s: Sampling) -> None:
-        """Raise EngineError if the server would give this sampling logprobs of another distribution."""
+        """Raise EngineError if the server's logprobs for this sampling would be those of another distribution."""
         if s.logprobs and not self._logprobs_are_processed and not vllm_requests.is_plain(s):
             raise EngineError(
                 f"{self.server.url} returns logprobs from before temperature and top_p, not those of the sampled "
@@ -444,6 +444,6 @@ class HTTPEngine(ServerWeights):
             )
 
     async def _gives_processed_logprobs(self) -> bool:
-        """Return True if a token that alone may be sampled (top_k 1) gets logprob 0."""
+        """Return True if the server's logprobs are those after sampling settings: with top_k 1 they are 0."""
         [completion] = await self.generate(self._test_prompt, replace(_TEST_SAMPLING, top_k=1))
         return all(abs(value) < 1e-6 for value in completion.logprobs or ())

@@ -1,8 +1,8 @@
-"""Pool of the engines of one model that are called over HTTP: routing of requests, and retries on another engine.
+"""Pool of one model's engines that are called over HTTP: routing of requests, and retries on another engine.
 
-A request goes to the least loaded engine. Requests of one task or conversation share a prompt, so they go to one
-engine, their home, whose prefix cache has it, unless that has `SLACK_REQUESTS` requests more than the least loaded one
-and more than twice as many.
+A request goes to the least loaded engine. But requests of one task or conversation share a prompt, so they stay on the
+engine whose prefix cache has it. They leave it if it has over `SLACK_REQUESTS` requests more than the least loaded
+engine, and more than twice as many.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, TypeVar
 __all__ = ["Backend", "EngineFailed", "EnginePool", "NoEngine"]
 
 SLACK_REQUESTS = 8
-"""Number of requests by which an engine may exceed the least loaded one before a task leaves it."""
+"""Number of requests that an engine may have more than the least loaded one before a task leaves it."""
 REPORT_SECONDS = 5.0
-"""How long a reported load counts: else an engine that was busy once would get no request and never report again."""
+"""How long a reported load counts. Engines report it with answers, so without a limit a busy one would stay unused."""
 SHUN_SECONDS = 0.5
 """How long an engine that did not answer gets no requests."""
-MAX_HOMES = 16384
+MAX_KEYS = 16384
 MAX_LOST = 2
-"""Maximum number of engines that may end during one request, since the request itself may end them."""
+"""Maximum number of engines that may end during one request, since the request itself may kill them."""
 
 T = TypeVar("T")
 
 
 class EngineFailed(Exception):
-    """An engine could not answer; another may. `lost`: it ended, perhaps because of this request."""
+    """An engine could not answer a request; another engine may. `lost`: the engine ended, perhaps by this request."""
 
     def __init__(self, message: str, *, lost: bool = False) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class EngineFailed(Exception):
 
 
 class NoEngine(Exception):
-    """No engine of a pool could answer. `lost`: how many ended during the request."""
+    """No engine of a pool could answer a request. `lost`: number of engines that ended during it."""
 
     def __init__(self, message: str, lost: int) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class NoEngine(Exception):
 
 @dataclass(slots=True)
 class Backend:
-    """One life of a runner's engine."""
+    """Engine of one incarnation of a runner, with its endpoint and load."""
 
     runner: str
     incarnation: int
@@ -58,9 +58,9 @@ class Backend:
     model_version: int = 0
     serving: bool = True
     open_count: int = 0
-    """Open requests of this pool's owner."""
+    """Number of open requests of this pool."""
     other_count: int = 0
-    """Requests of other callers, as last reported at the time `reported_at`."""
+    """Number of other callers' open requests, as the engine reported it at the time `reported_at`."""
     reported_at: float = -math.inf
     shunned_until: float = -math.inf
     answer_count: int = 0
@@ -71,16 +71,16 @@ class Backend:
 
 
 class EnginePool:
-    """The engines of one model. For one event loop."""
+    """Engines of one model, for use on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._engines: dict[str, Backend] = {}  # by runner
-        self._homes: OrderedDict[str, str] = OrderedDict()  # runner by key of a task or conversation
+        self._runner_by_key: OrderedDict[str, str] = OrderedDict()  # by key of a task or conversation
         self._changed = asyncio.Event()  # set, and replaced by a new one, at each `update`
 
     def update(self, table: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the table of engines. An engine that is missing from it does not serve."""
+        """Replace the table of engines; each row has fields of Backend. Engines that are not in it get no requests."""
         for engine in self._engines.values():
             engine.serving = False
         for row in table:
@@ -98,9 +98,9 @@ class EnginePool:
     def choose(self, keys: Iterable[str] = (), avoid: Container[str] = ()) -> Backend | None:
         """Return the engine for a request; None while there is none.
 
-        `keys`: names of its task or conversation; `avoid`: runners to use only if there is no other. Among equally
-        loaded engines a hash of the key decides, the same for every caller. Without a key it is the engine with the
-        fewest answers, so that they take turns.
+        `keys`: names of the request's task or conversation; `avoid`: runners to use only if there is no other. Among
+        equally loaded engines a hash of the first key decides, the same for every caller. Without a key it is the
+        engine with the fewest answers, so that they take turns.
         """
         keys, now = list(keys), self._clock()
         candidates = [e for e in self._engines.values() if e.serving and e.endpoint and e.shunned_until <= now]
@@ -108,9 +108,9 @@ class EnginePool:
         if not candidates:
             return None
         least_load = min(e.load(now) for e in candidates)
-        home = next((self._homes[key] for key in keys if key in self._homes), None)
+        earlier_runner = next((self._runner_by_key[key] for key in keys if key in self._runner_by_key), None)
         for engine in candidates:
-            if engine.runner == home and engine.load(now) <= least_load + max(SLACK_REQUESTS, least_load):
+            if engine.runner == earlier_runner and engine.load(now) <= least_load + max(SLACK_REQUESTS, least_load):
                 return engine
         least_loaded = [e for e in candidates if e.load(now) == least_load]
         if not keys:
@@ -120,25 +120,25 @@ class EnginePool:
         )
 
     def remember(self, keys: Iterable[str], engine: Backend) -> None:
-        """Make an engine the home of these keys, and forget the keys beyond MAX_HOMES that were used longest ago."""
+        """Note that requests with these keys go to this engine. Beyond MAX_KEYS, drop the least recently used keys."""
         for key in keys:
-            self._homes[key] = engine.runner
-            self._homes.move_to_end(key)
-        while len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
+            self._runner_by_key[key] = engine.runner
+            self._runner_by_key.move_to_end(key)
+        while len(self._runner_by_key) > MAX_KEYS:
+            self._runner_by_key.popitem(last=False)
 
     def shun(self, engine: Backend, seconds: float = SHUN_SECONDS) -> None:
-        """Send no requests for a while to an engine that did not answer."""
+        """Send no requests to an engine for `seconds`, because it did not answer."""
         engine.shunned_until = self._clock() + seconds
 
     async def wait(self, keys: Iterable[str], seconds: float, avoid: Container[str] = ()) -> Backend | None:
-        """Return the engine that `choose` returns, once there is one; None if there is none within `seconds`."""
+        """Wait until `choose` returns an engine, and return it; None if there is none within `seconds`."""
         keys, until = list(keys), self._clock() + seconds
         while (engine := self.choose(keys, avoid)) is None:
             seconds_left = until - self._clock()
             if seconds_left <= 0:
                 return None
-            with contextlib.suppress(TimeoutError):  # `_changed` does not show that a shunned engine may be used again
+            with contextlib.suppress(TimeoutError):  # nothing sets `_changed` when a shunned engine may be used again
                 await asyncio.wait_for(self._changed.wait(), min(seconds_left, SHUN_SECONDS / 2))
         return engine
 
@@ -146,7 +146,7 @@ class EnginePool:
         self, call: Callable[[Backend], Coroutine[Any, Any, T]], keys: Iterable[str] = (), *,
         seconds: float = math.inf, attempts: float = math.inf,
     ) -> T:
-        """Return the result of `call` on an engine, retried on another one if it fails.
+        """Return the result of `call(engine)`. If the engine could not answer, call it with another one.
 
         `call` raises httpx's TransportError, EOFError or EngineFailed if the engine could not answer. Raises NoEngine
         after `attempts` failures, after MAX_LOST engines ended, or after `seconds` without an engine.
@@ -168,7 +168,7 @@ class EnginePool:
                 engine.failure_count += 1
                 if isinstance(e, httpx.TransportError) or getattr(e, "lost", False):
                     self.shun(engine)
-                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):  # with those it saw no request
+                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):  # after those it got no request
                     tried_runners.append(engine.runner)
                     lost_count += getattr(e, "lost", True)
             finally:

@@ -11,24 +11,24 @@ from trinity_es.actors.engines.http.vllm_api import VLLMServer
 from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LoadReport", "load_in"]
+__all__ = ["LoadReport", "parse_load"]
 
 _log = logging.getLogger(__name__)
 
 LOAD_SECONDS = 2.0
-"""Timeout of a look at the load. A server that is slow to tell it may still be fine."""
+"""Timeout of a request for the load. A server that answers it late may still be fine."""
 _RUNNING = "vllm:num_requests_running", "sglang:num_running_reqs"
 _WAITING = "vllm:num_requests_waiting", "sglang:num_queue_reqs"
 _FILL = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"
-"""Names of a gauge, of vLLM's releases and of SGLang; the first that is there counts."""
+"""Names of each gauge in releases of vLLM and in SGLang; the first that a server has counts."""
 _PREFIXES = tuple(name + end for names in (_RUNNING, _WAITING, _FILL) for name in names for end in ("{", " "))
 
 
-def load_in(text: str) -> EngineLoad | None:
-    """Return the load in Prometheus text, over all of a server's engines; None if one of the gauges is missing.
+def parse_load(text: str) -> EngineLoad | None:
+    """Return the load of all engines of a server from its Prometheus text; None if a gauge is missing.
 
-    Servers do not report how many requests they run at most, so one that lets requests wait counts as full. `again` is
-    0, since they count no recomputed tokens.
+    Servers do not report how many requests they can run at most, so a server with waiting requests counts as full.
+    `again` is 0, since servers count no recomputed tokens.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -51,23 +51,23 @@ def load_in(text: str) -> EngineLoad | None:
 
 
 class LoadReport:
-    """The load of one server, which `tell` gets at each look; without `tell` the server is not asked."""
+    """Reader of the load of one server, which passes it to `report`. If `report` is None, it asks nothing."""
 
-    def __init__(self, server: VLLMServer, tell: Callable[[EngineLoad], None] | None) -> None:
-        self._server, self._tell = server, tell
+    def __init__(self, server: VLLMServer, report: Callable[[EngineLoad], None] | None) -> None:
+        self._server, self._report = server, report
 
-    async def look(self) -> None:
-        """Ask the server once. If it has no such gauges, log that and ask no more. Silence says nothing."""
-        if self._tell is None:
+    async def poll(self) -> None:
+        """Read and report the load once. If the gauges are missing, log that and stop; ignore a missing answer."""
+        if self._report is None:
             return
         try:
             text = await self._server.metrics(LOAD_SECONDS)
         except EngineError:
             return
-        load = load_in(text)
+        load = parse_load(text)
         if load is None:
             _log.warning("%s/metrics lacks the gauges of its load, so max_concurrency: auto keeps its number of places",
                          self._server.url)
-            self._tell = None
+            self._report = None
         elif load.running:  # otherwise it is idle, or paused
-            self._tell(load)
+            self._report(load)

@@ -1,4 +1,4 @@
-"""HTTP API of an external, unmodified `vllm serve`: its abilities, its identity, its weights. Tried with vLLM 0.32."""
+"""Client of the HTTP API of an external, unmodified `vllm serve`. Tried with vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trinity_es.actors.engines.http.client import LOOK_BYTES, http_client, up_to
+from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
 from trinity_es.events.errors import EngineError
 from trinity_es.events.values import local_time
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
     import httpx
 
 __all__ = [
-    "ASKED", "BUSY", "BUSY_SECONDS", "DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer", "unreached",
+    "ASKED", "BUSY", "BUSY_SECONDS", "DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer", "is_refused",
 ]
 
 _T = TypeVar("_T")
 
 CONNECT_SECONDS = 5.0
 KEEP_SECONDS = 2.0
-"""How long an idle connection is kept. A server closes it after five seconds, perhaps just as a request is sent."""
-LOOK_SECONDS = 10.0
-"""Timeout of requests for the server's state."""
+"""How long an idle connection is kept: less than five seconds, after which a server may close it under a request."""
+STATUS_SECONDS = 10.0
+"""Timeout of requests for the server's status."""
 UNANSWERED_SECONDS = 10.0
-"""How long a server may leave requests for tokens unanswered before that is reported. It may still be fine."""
+"""Time after which unanswered requests for tokens are reported. The server may still be fine."""
 BUSY = 429, 503
-"""Statuses of a server that accepts no requests now."""
+"""HTTP statuses of a server that accepts no requests now."""
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Pauses before a request is sent again to a server that did not accept it."""
+"""Pauses before a request that the server did not accept is sent again."""
 UNLABELLED = "default"
 """vLLM's label of weights that were never labelled."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 ASKED = "/inference/v1/generate", "/v1/completions"
-"""Routes that generate tokens: the one for token ids, and the one that every version has."""
+"""Routes that generate tokens: the one that takes token ids, and the one that every version has."""
 
 
 class ServerGone(EngineError):
-    """The server is gone or unreachable, or accepts no requests now (429)."""
+    """The server is gone or unreachable, or accepts no requests now (status 429)."""
 
 
-def unreached(error: BaseException) -> bool:
-    """Return True if the connection was refused, as by a host without a server; False if it is silent or busy."""
+def is_refused(error: BaseException) -> bool:
+    """Return True if an error means that the connection was refused; False for a silent or busy server."""
     import httpx
 
     return isinstance(error, ServerGone) and isinstance(error.__cause__, httpx.ConnectError)
@@ -57,28 +57,28 @@ def unreached(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """Facts about a server, as it reports them at the first contact."""
+    """Facts that a server reports at the first contact."""
 
     model: str
     root: str
-    """The folder or hub id that it was started with; empty if it does not say."""
+    """Folder or hub id that the server was started with; empty if it does not report it."""
     max_model_len: int
     version: str
-    """Version of vLLM; empty if it does not say."""
+    """Version of vLLM; empty if the server does not report it."""
     labels_tokens: bool
-    """Answers say which weights made which token (`/inference/v1/generate`, with `--enable-scale-out`)."""
+    """True if answers say which weights generated which token (`/inference/v1/generate` with `--enable-scale-out`)."""
     loads_weights: bool
-    """It loads weights from a path and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
+    """True if the server loads weights from a path and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
     has_extension: bool
-    """Its workers have trinity_es's `WorkerExtension`."""
+    """True if the server's workers have trinity_es's `WorkerExtension`."""
     on_cpu: bool
 
 
 class VLLMServer:
-    """The server at `url`, for one event loop. `key` is its `--api-key`, from the environment variable `key_variable`.
+    """Client of the server at `url`, for one event loop. `key`: its `--api-key`, from the variable `key_variable`.
 
-    Methods raise ServerGone if it can't be reached, and EngineError for an error status (details `status`; with
-    `refused=True` if vLLM itself rejects a request for tokens as wrong).
+    Methods raise ServerGone if the server can't be reached, and EngineError for an error status (in details `status`;
+    with `refused=True` if vLLM itself rejects a request for tokens as wrong).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class VLLMServer:
         self._http: httpx.AsyncClient | None = None
         self._closed = False
         self._start_times: dict[object, float] = {}
-        """Monotonic start times of the open requests for tokens; each request has an object as its key."""
+        """Monotonic start time of each open request for tokens; the key is an object made for the request."""
 
     def _client(self) -> httpx.AsyncClient:
         """Return the HTTP client, made at the first request. Raises ServerGone after `close`."""
@@ -108,12 +108,12 @@ class VLLMServer:
         if http is not None:
             await http.aclose()
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
     async def request(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = LOOK_BYTES,
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = MAX_BYTES,
         **params: str,
     ) -> httpx.Response:
-        """Return the answer, whatever its status. `seconds`: timeout; `max_bytes`: maximum size of its body."""
+        """Send a request and return the answer, whatever its status; retry once if the connection was lost."""
         import httpx
 
         # A server closes the connection after its own error, which only the next request notices.
@@ -122,42 +122,42 @@ class VLLMServer:
             try:
                 async with asyncio.timeout(seconds):
                     return await self._client().request(
-                        method, path, json=body, params=params, extensions=up_to(max_bytes)
+                        method, path, json=body, params=params, extensions=size_limit(max_bytes)
                     )
             except (httpx.HTTPError, TimeoutError) as e:
                 if not (may_retry and isinstance(e, connection_lost)):
-                    raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
+                    raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_error_text(e))})") from e
         raise AssertionError
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = LOOK_BYTES,
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = MAX_BYTES,
         **params: str,
     ) -> Any:
-        """Return the JSON of a successful answer. Raises EngineError for an error."""
+        """Send a request and return the JSON of a successful answer. Raises EngineError for an error."""
         answer = await self.request(method, path, body, seconds=seconds, max_bytes=max_bytes, **params)
-        self._check(answer, path)
-        value = self._read(answer, lambda value: value) if answer.content else None
+        self._raise_for_status(answer, path)
+        value = self._parse(answer, lambda value: value) if answer.content else None
         # The body of a status 200 may still report a failure, of the request or of a worker.
         results = value.get("results") if isinstance(value, dict) else None
         for part in (value, *(results if isinstance(results, list) else ())):
             if isinstance(part, dict) and (part.get("error") or part.get("success") is False):
                 raise EngineError(f"{self.url}{path} answered {answer.status_code}, and says that it failed: "
-                                  f"{self.scrubbed(_message(answer.text))}")
+                                  f"{self.scrubbed(_short_message(answer.text))}")
         return value
 
     async def tokens(self, path: str, body: Any, max_bytes: int) -> Any:
-        """Return the JSON of an answer with tokens; while the server is busy, the request is sent again."""
+        """Send a request for tokens and return the JSON of its answer. While the server is busy, send it again."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
-                with self._counted():
+                with self._count_open():
                     return await self.ask("POST", path, body, max_bytes=max_bytes)
             except ServerGone as e:
                 await self._wait_out(e, pauses)
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Context in which a request for tokens counts as open."""
+    def _count_open(self) -> Iterator[None]:
+        """Count a request for tokens as open within this context."""
         request = object()
         self._start_times[request] = time.monotonic()
         try:
@@ -165,12 +165,12 @@ class VLLMServer:
         finally:
             del self._start_times[request]
 
-    def works_since(self, moment: float) -> bool:
-        """Return True if the server has had a request for tokens since before `moment`: a busy one rejects at once."""
+    def has_request_since(self, moment: float) -> bool:
+        """Return True if a request for tokens is open since before `moment`; a busy server would reject it."""
         return any(start_time < moment for start_time in self._start_times.values())
 
     def unanswered(self, last_answer_at: float) -> str:
-        """Return in words since when requests for tokens got no answer; empty if for less than UNANSWERED_SECONDS."""
+        """Return a message if requests for tokens have had no answer for UNANSWERED_SECONDS; else an empty text."""
         silent_since = max(last_answer_at, min(self._start_times.values(), default=math.inf))
         silent_seconds = time.monotonic() - silent_since
         if silent_seconds < UNANSWERED_SECONDS:
@@ -179,12 +179,12 @@ class VLLMServer:
         return f"an answer of {self.url}: it has {count} request{'s'[: count - 1]}, and has answered none since {since}"
 
     async def events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of a streamed answer. Closing it aborts the request. Raises like `ask`."""
+        """Yield the events of a streamed answer. Closing the generator aborts the request. Raises like `ask`."""
         pauses = iter(BUSY_SECONDS)
         while True:
             try:
-                with self._counted():
-                    async with contextlib.aclosing(self._streamed(path, body, max_bytes)) as events:
+                with self._count_open():
+                    async with contextlib.aclosing(self._stream_events(path, body, max_bytes)) as events:
                         async for event in events:
                             yield event
                 return
@@ -192,10 +192,10 @@ class VLLMServer:
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, error: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait until a rejected request may be sent again. Raises `error` if it may not, or no pause is left."""
+        """Wait until a rejected request may be sent again. Raises `error` if it must not, or no pause is left."""
         if error.details.get("status") not in BUSY:
             raise error
-        if await self.rejects():  # it is paused
+        if await self.rejects():
             while await self.rejects():
                 await asyncio.sleep(BUSY_SECONDS[0])
             return
@@ -204,15 +204,15 @@ class VLLMServer:
             raise error
         await asyncio.sleep(pause * random.uniform(0.8, 1.2))
 
-    async def _streamed(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of a streamed answer, which is asked for once. Raises like `ask`."""
+    async def _stream_events(self, path: str, body: Any, max_bytes: int) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the events of a streamed answer to one request, without retries. Raises like `ask`."""
         import httpx
 
         try:
-            async with self._client().stream("POST", path, json=body, extensions=up_to(max_bytes)) as answer:
+            async with self._client().stream("POST", path, json=body, extensions=size_limit(max_bytes)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
-                    self._check(answer, path)
+                    self._raise_for_status(answer, path)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -221,31 +221,31 @@ class VLLMServer:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
-            raise EngineError(f"{self.url}{path} sent a stream that is not in the format of vLLM") from e
+            raise EngineError(f"{self.url}{path} sent no stream of vLLM's: check that it is a vLLM server") from e
         except httpx.HTTPError as e:
-            raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_named(e))})") from e
+            raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_error_text(e))})") from e
 
-    def _read(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
-        """Return what `pick` takes from the answer's JSON. Raises EngineError if the answer lacks it."""
+    def _parse(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
+        """Return `pick(body)` for the answer's JSON body. Raises EngineError if it is not JSON or `pick` fails."""
         try:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            text = self.scrubbed(_message(answer.text))
+            text = self.scrubbed(_short_message(answer.text))
             raise EngineError(f"{answer.request.url} gave an answer that is not in the format of vLLM: {text!r}") from e
 
-    def _check(self, answer: httpx.Response, path: str) -> None:
-        """Raise ServerGone or EngineError if the answer's status is no success; `path` is that of the request."""
+    def _raise_for_status(self, answer: httpx.Response, path: str) -> None:
+        """Raise ServerGone or EngineError if the answer's status is an error. `path`: that of the request."""
         status = answer.status_code
         if status < 300:
             return
-        detail = self.scrubbed(_message(answer.text))
+        detail = self.scrubbed(_short_message(answer.text))
         if status == 401:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
             refusal = f"refuses the key in {variable} (401): put the right one there" if self._key else (
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
             raise EngineError(f"{self.url} {refusal}, and start the system again", status=status)
         error_class = ServerGone if status in (429, 502, 503, 504) else EngineError
-        by_vllm = path in ASKED and status in (400, 413, 422) and _error(answer.text) is not None
+        by_vllm = path in ASKED and status in (400, 413, 422) and _vllm_message(answer.text) is not None
         details = {"refused": True} if by_vllm else {}
         target = self.scrubbed(answer.headers.get("location", "")[:300])
         if target:
@@ -255,32 +255,32 @@ class VLLMServer:
         raise error_class(f"{self.url}{path} answered {status}{detail}", status=status, **details)
 
     def scrubbed(self, text: str) -> str:
-        """Return a text for errors, without the server's key."""
+        """Return a text with the server's key replaced by ***."""
         return text.replace(self._key, "***") if self._key else text
 
     # --- identity and abilities -------------------------------------------------------------------------------------
     async def unhealthy(self) -> str:
-        """Return why it can't serve, such as a dead engine; empty if it serves. Raises ServerGone."""
-        answer = await self.request("GET", "/health", seconds=LOOK_SECONDS)
+        """Return why the server can't serve, such as a dead engine; empty if it can. Raises ServerGone."""
+        answer = await self.request("GET", "/health", seconds=STATUS_SECONDS)
         try:
-            self._check(answer, "/health")
+            self._raise_for_status(answer, "/health")
         except EngineError as e:
             return str(e)
         return ""
 
     async def facts(self) -> ServerFacts:
-        """Return what the server reports of itself. Raises EngineError if it is no vLLM."""
-        served = await self.ask("GET", "/v1/models", seconds=LOOK_SECONDS)
+        """Return the facts that the server reports. Raises EngineError if it is not a vLLM server."""
+        served = await self.ask("GET", "/v1/models", seconds=STATUS_SECONDS)
         try:
             [first, *_] = [m for m in served["data"] if not m.get("parent")]  # LoRA adapters have a parent
             model, max_model_len = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
-            raise EngineError(f"{self.url} is not a vLLM server: /v1/models has no model with a max_model_len") from e
+            raise EngineError(f"/v1/models of {self.url} has no max_model_len: give the URL of a vLLM server") from e
         version = ""
         with contextlib.suppress(EngineError, KeyError, TypeError):
-            version = str((await self.ask("GET", "/version", seconds=LOOK_SECONDS))["version"])
-        # For this invalid body the route answers 400; 403 means that it is not enabled, 404 an older version.
-        probe = await self.request("POST", "/inference/v1/generate", {}, seconds=LOOK_SECONDS)
+            version = str((await self.ask("GET", "/version", seconds=STATUS_SECONDS))["version"])
+        # The route answers an invalid body with 400; 403 means that the route is disabled, 404 an older version.
+        probe = await self.request("POST", "/inference/v1/generate", {}, seconds=STATUS_SECONDS)
         label = await self.label()
         config: dict[str, Any] = {}
         if label is not None:
@@ -296,72 +296,71 @@ class VLLMServer:
         )
 
     async def label(self) -> str | None:
-        """Return the label of its weights, which its process keeps in memory; None from a server without labels."""
-        answer = await self.request("GET", "/weight_info", seconds=LOOK_SECONDS)
+        """Return the label of the server's weights, which its process keeps in memory; None if it has no labels."""
+        answer = await self.request("GET", "/weight_info", seconds=STATUS_SECONDS)
         if answer.status_code in (404, 405):
             return None
-        self._check(answer, "/weight_info")
-        return self._read(answer, lambda body: str(body["weight_version"]))
+        self._raise_for_status(answer, "/weight_info")
+        return self._parse(answer, lambda body: str(body["weight_version"]))
 
-    async def started(self) -> str:
-        """Return its process's start time (Unix) from its metrics; empty if they have none (`--api-server-count`)."""
+    async def start_time(self) -> str:
+        """Return the server process's start time (Unix), from its metrics; empty if missing (`--api-server-count`)."""
         for line in (await self.metrics()).splitlines():
             if line.startswith("process_start_time_seconds "):
                 return line.split()[1]
         return ""
 
-    async def metrics(self, seconds: float = LOOK_SECONDS) -> str:
-        """Return its metrics as Prometheus text; empty if it has none."""
+    async def metrics(self, seconds: float = STATUS_SECONDS) -> str:
+        """Return the server's metrics as Prometheus text; empty if it has none."""
         answer = await self.request("GET", "/metrics", seconds=seconds)
         return answer.text if answer.status_code == 200 else ""
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Return the server's token ids of a text; None if it refuses."""
-        answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=LOOK_SECONDS)
+        """Return the token ids of a text by the server's tokenizer; None if it refuses to tokenize."""
+        answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=STATUS_SECONDS)
         if answer.status_code != 200:
             return None
-        return self._read(answer, lambda body: [int(token) for token in body["tokens"]])
+        return self._parse(answer, lambda body: [int(token) for token in body["tokens"]])
 
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
-        await self.ask("POST", "/update_weight_version", {"new_version": label}, seconds=LOOK_SECONDS)
+        await self.ask("POST", "/update_weight_version", {"new_version": label}, seconds=STATUS_SECONDS)
 
     async def pause(self) -> None:
-        """Stop generation until `resume`; open requests are kept and recomputed from their tokens."""
+        """Pause generation until `resume`. Open requests are kept, and their KV cache is recomputed then."""
         await self.ask("POST", "/pause", mode="keep", clear_cache="true")
 
     async def resume(self) -> None:
         await self.ask("POST", "/resume")
 
-    async def paused(self) -> bool:
-        """Return True if the server's generation is paused. Raises EngineError if it can't say."""
-        answer = await self.request("GET", "/is_paused", seconds=LOOK_SECONDS)
-        self._check(answer, "/is_paused")
-        return self._read(answer, lambda body: bool(body["is_paused"]))
+    async def is_paused(self) -> bool:
+        """Return True if the server's generation is paused. Raises EngineError if the server does not report it."""
+        answer = await self.request("GET", "/is_paused", seconds=STATUS_SECONDS)
+        self._raise_for_status(answer, "/is_paused")
+        return self._parse(answer, lambda body: bool(body["is_paused"]))
 
     async def rejects(self) -> bool:
-        """Return True if the server says that it is paused; False if it is not, or can't say.
+        """Return True if the server reports a pause; False if it reports none, or nothing.
 
-        Older releases hold requests that arrive in a pause. vLLM 0.33 answers 503 to them after a pause of mode abort
-        or wait, until it is resumed.
+        In a pause of mode abort or wait vLLM 0.33 answers requests with 503; older releases hold them back.
         """
         with contextlib.suppress(EngineError):
-            return await self.paused()
+            return await self.is_paused()
         return False
 
     async def in_workers(self, method: str, **kwargs: str) -> list[Any]:
-        """Call a method in every worker and return the results; numbers and flags are strings."""
+        """Call a method in every worker and return the results; numbers and booleans come as text."""
         answer = await self.ask("POST", "/collective_rpc", {"method": method, "kwargs": kwargs})
         return list((answer or {}).get("results") or [])
 
 
-def _named(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _error(text: str) -> str | None:
-    """Return the message in an error's body if vLLM wrote that body; None if a proxy before it did."""
+def _vllm_message(text: str) -> str | None:
+    """Return the message in an error's body if vLLM wrote that body; None if a proxy wrote it."""
     try:
         message = json.loads(text)["error"]["message"]
         return message if isinstance(message, str) else None
@@ -369,6 +368,6 @@ def _error(text: str) -> str | None:
         return None
 
 
-def _message(text: str) -> str:
-    """Return the message in an error's body, or the body itself, in one line of 300 characters at most."""
-    return " ".join((_error(text) or text).split())[:300]
+def _short_message(text: str) -> str:
+    """Return the message in an error's body, or else the body itself, as one line of at most 300 characters."""
+    return " ".join((_vllm_message(text) or text).split())[:300]

@@ -1,8 +1,7 @@
-"""Requests for tokens to a vLLM server, and its answers: token ids both ways, with exact logprobs.
+"""Requests for tokens to a vLLM server, and its answers: both carry token ids, and answers exact logprobs.
 
-Requests go to `/inference/v1/generate` if the server has this route, which takes token ids and returns token ids with
-the weights that made each. Otherwise they go to `/v1/completions`, with token ids too. The sampling and the `Answer`s
-are the same for both.
+Requests go to `/inference/v1/generate` if the server has this route, whose answers also say which weights generated
+each token. Otherwise they go to `/v1/completions`. Sampling settings and `Answer`s are the same for both.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ import orjson
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.sampling_checks import SHARED, at_temperature
+from trinity_es.actors.engines.sampling_checks import SHARED, logprob_at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "is_plain", "most_bytes", "prompt_logprobs",
-    "route",
+    "UNREADABLE", "VERSION_HINT", "Answer", "TextCutter", "is_plain", "max_answer_bytes", "parse_answers",
+    "prompt_logprobs", "request_body", "request_path",
 ]
 
 _FLOOR = -9999.0
-"""The number that vLLM writes for minus infinity and NaN."""
+"""Number that vLLM writes for minus infinity and NaN."""
 _ROUNDING = 1e-3
-"""Maximum of a logprob: 0, and some room for rounding."""
+"""Maximum of a logprob: 0, with a tolerance for rounding."""
 _ENDS = frozenset({"stop", "length", "abort", "repetition"})
-OTHERS = "; use a version of vLLM that docs/ENGINES.md lists (Tried)"
+VERSION_HINT = "; use a version of vLLM that docs/ENGINES.md lists (Tried)"
 UNREADABLE = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
-"""Exceptions from reading JSON of an unexpected form."""
+"""Exceptions that reading JSON of an unexpected form can raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer to a request, or a piece of a streamed one."""
+    """One answer to a request, or a part of a streamed answer."""
 
     ids: list[int]
     logprobs: list[float] | None
     top: list[list[tuple[int, float]]] | None
     finish_reason: str
-    """Empty in all pieces but the last."""
+    """Empty in all parts but the last."""
     stop: str
     labels: list[tuple[str, int, int]]
-    """`(label, start, end)`: label of the weights that made these tokens; empty if the route does not report it."""
+    """`(label, start, end)`: label of the weights that generated these tokens; empty if the route reports none."""
 
     def completion(self, prompt: list[int], text: str, spans: tuple[tuple[int, int, int], ...] = ()) -> Completion:
         return Completion(
@@ -55,13 +54,13 @@ class Answer:
         )
 
 
-def route(spans: bool) -> str:
-    """Return the path for requests; `spans` (of `ServerFacts`): the server has the route that takes token ids."""
+def request_path(spans: bool) -> str:
+    """Return the path for requests. `spans`: the server has the route that takes token ids and labels tokens."""
     return ASKED[0 if spans else 1]
 
 
 def is_plain(s: Sampling) -> bool:
-    """Return True if tokens are sampled from the model's own distribution, or greedily."""
+    """Return True if this sampling draws tokens from the model's unchanged distribution, or greedily."""
     return (
         s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
         and s.repetition_penalty == 1.0
@@ -69,13 +68,13 @@ def is_plain(s: Sampling) -> bool:
     )
 
 
-def body(
+def request_body(
     ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of a request to `route(spans)`.
+    """Return the JSON of a request to `request_path(spans)`.
 
-    `room`: tokens left in the context; `prompt_logprobs`: vLLM's field of this name.
+    `room`: number of tokens left in the context; `prompt_logprobs`: vLLM's field of this name.
     """
     params: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
     params |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
@@ -96,8 +95,8 @@ def body(
     }
 
 
-def most_bytes(request: Mapping[str, Any], vocabulary: int) -> int:
-    """Return the maximum bytes of the answer to a request from `body`. `vocabulary`: number of token ids."""
+def max_answer_bytes(request: Mapping[str, Any], vocabulary: int) -> int:
+    """Return the maximum bytes of the answer to a request made by `request_body`. `vocabulary`: number of token ids."""
     params = request.get("sampling_params", request)
     return largest_answer(
         prompt_tokens=len(request.get("token_ids") or request["prompt"]), answers=params["n"],
@@ -108,11 +107,11 @@ def most_bytes(request: Mapping[str, Any], vocabulary: int) -> int:
     )
 
 
-def answers(
+def parse_answers(
     response: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server",
     prompt: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Return the answers of a response, in the order of their index. Not `whole`: it is an event of a stream.
+    """Return the answers in a response, in the order of their index. `whole`: it is no event of a stream.
 
     `spans`: it comes from the route for token ids; `vocabulary`: number of the model's token ids; `server`: its URL,
     for errors; `prompt`: the ids that were sent, to compare if the response repeats them. Raises EngineError for a
@@ -121,12 +120,12 @@ def answers(
     try:
         choices = sorted(response["choices"], key=lambda choice: _integer(choice["index"]))
         indexes = [choice["index"] for choice in choices]
-        is_part = not whole and indexes in ([], [0])  # a stream has one answer, and events without one
+        is_part = not whole and indexes in ([], [0])  # a stream has one answer, and some of its events have none
         if not is_part and indexes != list(range(sampling.n)):
             raise ValueError(f"the answer has choices {indexes!r:.80}, expected {sampling.n} numbered from 0")
-        parsed = [_answer(choice, sampling, spans) for choice in choices]
+        parsed = [_parse_choice(choice, sampling, spans) for choice in choices]
         for answer, choice in zip(parsed, choices, strict=True):
-            _check(answer, sampling, vocabulary, whole)
+            _check_possible(answer, sampling, vocabulary, whole)
             repeated = choice.get("prompt_token_ids")
             if prompt is not None and repeated is not None and repeated != list(prompt):
                 raise ValueError(f"the answer repeats a prompt of {len(repeated)} tokens, not the {len(prompt)} sent")
@@ -136,15 +135,15 @@ def answers(
 
 
 def _defect(error: BaseException, response: Any) -> str:
-    """Return in words what is wrong with a response that raised one of UNREADABLE when it was read."""
+    """Return a message about a response that raised `error`, one of UNREADABLE, when it was read."""
     if not isinstance(error, KeyError):
         return f"{type(error).__name__}: {error}"
-    if error.args == ("choices",):  # it is no answer at all: its own text says most
+    if error.args == ("choices",):  # it is no answer at all, so its own text says most
         return f"the answer has no choices, and says {str(response)[:200]!r}"
-    return f"the answer has no {error.args[0]}{OTHERS}"
+    return f"the answer has no {error.args[0]}{VERSION_HINT}"
 
 
-def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
+def _parse_choice(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     """Return one choice of a response as an `Answer`. Raises one of UNREADABLE if its form is wrong."""
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if tokens is None and reason is None:
@@ -168,8 +167,8 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
     )
 
 
-def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
-    """Raise ValueError for an answer that the model can't have given. `whole`: it is no piece of a stream."""
+def _check_possible(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
+    """Raise ValueError for an answer that the model can't have given. `whole`: it is no part of a stream."""
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
         raise ValueError(f"the answer has no {'tokens' if answer.finish_reason else 'finish_reason'}")
     if len(answer.ids) > sampling.max_tokens:
@@ -186,7 +185,7 @@ def _integer(value: Any) -> int:
 
 
 def _logprob(value: Any, above: float = -math.inf) -> float:
-    """Return a logprob of a response as a float. Raises ValueError unless it is above `above`, and 0 at most."""
+    """Return a logprob from a response as a float. Raises ValueError unless it is above `above`, and at most 0."""
     try:
         logprob = float(value)
     except (TypeError, ValueError):
@@ -201,11 +200,11 @@ def _sampled_logprob(value: Any) -> float:
 
 
 Rows = list[tuple[float, list[tuple[int, float]]]]
-"""For each token its own logprob, and the likeliest tokens with theirs."""
+"""For each token its own logprob, and the likeliest tokens with their logprobs."""
 
 
 def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
-    """Return the logprobs of a choice from the route for token ids. Raises ValueError if they aren't those of `ids`."""
+    """Return the logprobs in a choice of the route for token ids. Raises ValueError if they do not belong to `ids`."""
     content = (choice.get("logprobs") or {}).get("content") or []
     rows: Rows = []
     _require_one_each("logprobs.content", content, choice, ids)
@@ -218,7 +217,7 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
 
 
 def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
-    """Return the logprobs of a choice from `/v1/completions`. Raises ValueError if they are not those of `ids`."""
+    """Return the logprobs in a choice of `/v1/completions`. Raises ValueError if they do not belong to `ids`."""
     logprobs = choice.get("logprobs") or {}
     rows: Rows = []
     columns = [logprobs.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
@@ -232,27 +231,27 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
 
 
 def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any], ids: list[int]) -> None:
-    """Raise ValueError unless this field of a choice has an entry for each of its token ids."""
+    """Raise ValueError unless `entries`, this field of a choice, has one entry for each token id."""
     if entries and not choice.get("token_ids"):
-        raise ValueError(f"the answer has no token_ids{OTHERS}")
+        raise ValueError(f"the answer has no token_ids{VERSION_HINT}")
     if len(entries) != len(ids):
-        raise ValueError(f"the answer has {len(entries)} entries in {field}, but {len(ids)} token_ids{OTHERS}")
+        raise ValueError(f"the answer has {len(entries)} entries in {field}, but {len(ids)} token_ids{VERSION_HINT}")
 
 
 def _token_id(name: str) -> int:
-    """Return the id in a token's name, such as `token_id:7`, which vLLM writes instead of the token's text."""
+    """Return the token id in a name such as `token_id:7`, which vLLM writes instead of the token's text."""
     try:
         return int(name.removeprefix("token_id:"))
     except ValueError:
         raise ValueError(
-            f"the answer's logprobs name a token by text, {name!r:.80}, not as token_id:NUMBER{OTHERS}"
+            f"the answer's logprobs name a token by text, {name!r:.80}, not as token_id:NUMBER{VERSION_HINT}"
         ) from None
 
 
 def prompt_logprobs(
     response: Any, ids: Sequence[int], temperature: float, *, spans: bool, server: str = "the server"
 ) -> list[float]:
-    """Return the logprob of each token of the prompt but the first; needs those of all tokens if temperature != 1."""
+    """Return the logprob of each prompt token but the first. If temperature != 1, the response must have whole rows."""
     try:
         entries = response["prompt_logprobs"] if spans else response["choices"][0]["prompt_logprobs"]
         rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in entries[1:]]
@@ -261,24 +260,24 @@ def prompt_logprobs(
         raise EngineError(f"{server} gave no logprobs of the prompt ({_defect(e, response)})") from e
     if temperature == 1.0:
         return logprobs
-    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, logprobs, strict=True)]
+    return [logprob_at_temperature(value, row.values(), temperature) for row, value in zip(rows, logprobs, strict=True)]
 
 
 class TextCutter:
-    """Decoder of an answer's ids, whole or piece by piece, as in vLLM: without special tokens and final stop text."""
+    """Decoder of an answer's ids, at once or in parts. Like vLLM, it drops special tokens and the final stop text."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._decode = tokenizer.decode
         self._held_length = max((len(s) for s in stops), default=1) - 1
-        """Number of last characters to hold back, since a stop text may begin in them."""
+        """Number of last characters to hold back, since a stop text may begin there."""
         self._ids: list[int] = []
         self._returned_length = 0
 
     def add(self, ids: Sequence[int], stop: str = "", *, last: bool) -> str:
-        """Return the text that these further ids add. Text that may still change or become a stop text is held back."""
+        """Add further ids and return the new text. Text that may still change, or become a stop text, is held back."""
         self._ids += ids
         text = self._text(self._ids)
-        if stop:  # min_tokens may have allowed an earlier one, so look for the one that the last token completed
+        if stop:  # with min_tokens the text may have it earlier too, so find the one that the last token completed
             position = text.find(stop, max(0, len(self._text(self._ids[:-1])) - len(stop) + 1))
             text = text if position < 0 else text[:position]
         begin = self._returned_length

@@ -1,6 +1,6 @@
-"""Weights of an external vLLM server: their identity and their change. The base class of `HTTPEngine`.
+"""Base class of `HTTPEngine` that identifies and changes the weights of an external vLLM server.
 
-A label that the engine puts on the server's weights identifies them; it is lost with the server's process. A server
+The engine puts a label on the server's weights to recognize them; it is lost when the server's process ends. A server
 without labels is identified by its process's start time and model.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from trinity_es.actors.engines.checkpoints import resolve_model, unloadable
+from trinity_es.actors.engines.checkpoints import resolve_model, why_unloadable
 from trinity_es.actors.engines.http.vllm_api import DEV_MODE, UNLABELLED, ServerFacts, ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.events.errors import EngineError, SyncError
@@ -32,11 +32,11 @@ _T = TypeVar("_T")
 WATCH_SECONDS = 1.0
 """Interval between two checks of a server."""
 _BROKEN, _CHANGING = "trinity-es/broken", "trinity-es/changing"
-"""Prefixes of labels: a change of weights failed half-way; one is running, or its runner ended during it."""
+"""Prefixes of labels: after a change of weights that failed half-way; during a change, or after its runner died."""
 
 
 class LabelLost(EngineError):
-    """The server did not restart, but does not keep the label of its weights."""
+    """The server did not restart, but lost the label of its weights."""
 
 
 class ServerWeights:
@@ -56,25 +56,25 @@ class ServerWeights:
         self._model = self._served_path = resolve_model(config.model_path)
         version, path = options.get("weights") or (0, "")
         self._current_weights = (version, path) if path else (config.initial_version, self._model)
-        """Version and path of the newest weights when this engine was made: a restart loads them."""
+        """Version and path of the newest weights when this engine was made; a restart loads them."""
         self._started_by_command = False
-        """The restart command started the server with these weights."""
+        """True if the restart command started the server with these weights."""
         self._facts: ServerFacts | None = None
         self._process_start = ""
         """Start time of the server's process (Unix, as text); empty if the server does not report it."""
         self._engine_id = uuid4().hex[:12]
         self._label: str | None = None
-        """Label of the weights served now; None for a server without labels."""
+        """Label of the served weights; None for a server without labels."""
         self._labels: dict[str, int] = {}
-        """Model version by each label that this engine gave."""
+        """Model version of each label that this engine has given."""
         self.waits_for = ""
-        """External action that this engine waits for, such as a restart; empty: it waits for nothing."""
+        """External action that this engine waits for, such as a restart; empty if it waits for nothing."""
         self._is_restarting = False
         self._shapes: dict[str, list[int]] | None = None  # of the model's tensors; None: unknown
         self._has_tied_head = False
         self._change_lock = asyncio.Lock()
         self._is_changing = False
-        """True while the server's weights, or the server itself, are replaced."""
+        """True while the server's weights, or the server itself, are being replaced."""
         self._gate = asyncio.Event()
         """Set while requests may begin."""
         self._open_requests = 0
@@ -88,7 +88,7 @@ class ServerWeights:
         raise NotImplementedError
 
     async def _unless_dead(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of a call. Raises EngineError if the engine ends first."""
+        """Return the result of a call. Raises EngineError if the engine dies first."""
         call_task = asyncio.ensure_future(call)
         death_task = asyncio.ensure_future(self._died.wait())
         try:
@@ -106,7 +106,7 @@ class ServerWeights:
 
     # --- the server ---------------------------------------------------------------------------------------------------
     async def _wait_until_reachable(self) -> None:
-        """Wait until the server answers. After `restart_after` seconds, run the restart command once."""
+        """Wait until the server answers. After `restart_after` seconds, run the user's restart command once."""
         begun_at = time.monotonic()
         was_commanded = False
         reported = ""
@@ -114,7 +114,7 @@ class ServerWeights:
             try:
                 problem = await self.server.unhealthy()
                 if not problem:
-                    if self.waits_for == reported:  # else it says why the last attempt to connect failed
+                    if self.waits_for == reported:  # otherwise it says why the last attempt to connect failed
                         self.waits_for = ""
                     return
             except ServerGone as e:
@@ -131,9 +131,9 @@ class ServerWeights:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _read_facts(self) -> None:
-        """Ask the server for its facts. Raises EngineError if it reports nothing that shows a restart."""
+        """Read the server's facts. Raises EngineError if it reports nothing by which a restart can be noticed."""
         facts = self._facts = await self.server.facts()
-        self._process_start = await self.server.started()
+        self._process_start = await self.server.start_time()
         if not facts.loads_weights and not self._process_start:
             raise EngineError(
                 f"a restart of {self.server.url} can't be noticed (no /weight_info, no process_start_time_seconds in "
@@ -143,7 +143,7 @@ class ServerWeights:
 
     # --- its weights ------------------------------------------------------------------------------------------------
     async def _first_weights(self) -> None:
-        """Have the server serve the initial or the current version, under a label of this engine's."""
+        """Have the server serve the initial or the current version, and label it."""
         facts = self._server_facts()
         label = await self.server.label() if facts.loads_weights else UNLABELLED
         started_weights = await self._started_with() if label == UNLABELLED else None
@@ -151,14 +151,14 @@ class ServerWeights:
             version, path = started_weights
             if facts.loads_weights:
                 await self._give_label(version)
-                if await self.server.paused():  # by a runner that ended before it changed a weight
+                if await self.server.is_paused():  # by a runner that ended before it changed a weight
                     await self.server.resume()
             self.model_version, self._served_path = version, path
             return
         version, path = self.config.initial_version, self._model
         is_broken = str(label).startswith(_BROKEN)
         is_half_changed = is_broken or str(label).startswith(_CHANGING)
-        # If only its runner ended during the change, the load may have been fine: try again.
+        # If only the runner ended during the change, nothing may be wrong with the server, so it may load again.
         may_load = facts.has_extension or not is_half_changed or not (is_broken or self._restart_command)
         if facts.loads_weights and may_load:
             if is_half_changed and facts.has_extension:
@@ -179,20 +179,20 @@ class ServerWeights:
         self.model_version, self._served_path = version, path
 
     async def _started_with(self) -> tuple[int, str] | None:
-        """Return the version that the server was started with, and its path; None if unknown.
+        """Return version and path of the weights that the server was started with; None if unknown.
 
-        The path alone proves nothing: two versions may be published from one path, such as the newest checkpoint.
+        The path alone proves nothing, since versions may share a path, such as that of the newest checkpoint.
         """
         root = self._server_facts().root
         initial, current = (self.config.initial_version, self._model), self._current_weights
-        if current != initial and _same(root, current[1]):
+        if current != initial and _is_same_model(root, current[1]):
             is_proven = self._started_by_command or await asyncio.to_thread(
-                _unchanged_since, current[1], self._process_start)
+                _is_unchanged_since, current[1], self._process_start)
             return current if is_proven else None
-        return initial if _same(root, initial[1]) else None
+        return initial if _is_same_model(root, initial[1]) else None
 
     async def _give_label(self, version: int) -> None:
-        """Label the server's weights as this version, and keep the label to recognize them."""
+        """Label the server's weights as this version, and note the label to recognize them."""
         label = f"trinity-es/{version}/{self._engine_id}-{len(self._labels)}"
         await self._put_label(label)
         self._labels[label], self._label = version, label
@@ -202,20 +202,20 @@ class ServerWeights:
         await self._check_label(label)
 
     async def _check_label(self, label: str) -> None:
-        """Raise ServerGone if the server restarted, LabelLost if it did not and has another label."""
+        """Raise ServerGone if the server restarted, LabelLost if it has another label without a restart."""
         url, server_label = self.server.url, await self.server.label()
-        started = await self.server.started()
+        started = await self.server.start_time()
         if self._process_start != started:
             raise ServerGone(f"{url} restarted while its weights changed (start {self._process_start} -> {started})")
         if server_label != label:
-            error_class = LabelLost if self._process_start else ServerGone  # else it may have restarted
+            error_class = LabelLost if self._process_start else ServerGone  # it may have restarted unnoticed
             raise error_class(
                 f"{url} does not keep the label of its weights: after /update_weight_version, /weight_info says "
                 f"{server_label!r}. Give the URL of a single server with one API process, which no other run uses"
             )
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`; the change goes on even if the caller is cancelled.
+        """Serve the checkpoint at `path`. If the caller is cancelled, the change goes on.
 
         Raises SyncError if the server still serves the old weights, EngineError (detail `dead`) if the engine ended.
         """
@@ -223,7 +223,7 @@ class ServerWeights:
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
-        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller won't
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # for a caller that is cancelled
         await asyncio.shield(change)
 
     async def _load(self, version: int, path: str) -> None:
@@ -231,7 +231,7 @@ class ServerWeights:
             self._require_alive()
             facts = self._server_facts()
             if Path(path).is_dir():
-                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
+                problem = await asyncio.to_thread(why_unloadable, path, self._shapes, self._has_tied_head)
                 if problem:
                     raise SyncError(
                         f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
@@ -244,7 +244,7 @@ class ServerWeights:
             if facts.loads_weights:
                 self._refuse_stale_head(version)
             try:
-                # Answers without labels must be of one version: no request may be open during the change.
+                # An answer without labels must have one version, so no request may be open during the change.
                 labels_all = facts.labels_tokens and facts.loads_weights
                 async with contextlib.nullcontext() if labels_all else self._without_requests():
                     self._is_changing = True
@@ -260,7 +260,7 @@ class ServerWeights:
             self.model_version, self._served_path = version, path
 
     def _refuse_stale_head(self, version: int) -> None:
-        """Raise SyncError if the server is on a CPU and would keep the old head when it loads weights."""
+        """Raise SyncError if the server, on a CPU, would keep the old output head when it loads weights."""
         facts = self._server_facts()
         if facts.on_cpu and self._has_tied_head and not facts.has_extension:
             raise SyncError(
@@ -271,7 +271,7 @@ class ServerWeights:
             )
 
     async def _change(self, version: int, path: str) -> None:
-        """Load weights into the running server; if that fails, load the served ones again and raise SyncError."""
+        """Load weights into the running server. If that fails, load the old ones again and raise SyncError."""
         try:
             await self._load_in_place(version, path)
         except (ServerGone, LabelLost):
@@ -290,11 +290,11 @@ class ServerWeights:
             ) from e
 
     async def _load_in_place(self, version: int, path: str) -> None:
-        """Have the paused server load a path, check the weights, label them and resume. Raises EngineError."""
+        """Pause the server, have it load a path, check and label the weights, and resume it. Raises EngineError."""
         server, facts = self.server, self._server_facts()
         interim_label = f"{_CHANGING}/{self._engine_id}-{uuid4().hex[:8]}"
         await server.pause()
-        await self._put_label(interim_label)  # tells every later engine that these weights are unknown
+        await self._put_label(interim_label)  # shows a later engine that these weights are unknown
         self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
             raise EngineError(f"{server.url} reports that it could not load {path}")
@@ -307,7 +307,7 @@ class ServerWeights:
         await server.resume()
 
     async def _forget_half_a_change(self) -> None:
-        """Have the server's workers discard the remains of a failed load. Raises EngineError if they can't."""
+        """Have the server's workers discard a half-loaded checkpoint. Raises EngineError if they can't."""
         if not self._server_facts().has_extension:
             raise EngineError(f"{self.server.url} can't discard a half-loaded checkpoint: restart it")
         await self.server.in_workers("trinity_forget_half_reload")
@@ -323,16 +323,16 @@ class ServerWeights:
             await self._give_label(version)
 
     async def _run_and_wait(self, version: int, path: str) -> None:
-        """Run the restart command and wait for another process of the server. Raises EngineError."""
+        """Run the restart command and wait until a new process of the server serves `path`. Raises EngineError."""
         old_start = self._process_start
         await self._run_restart_command(version, path)
         until = time.monotonic() + self._restart_timeout
         while True:
             try:
                 problem = await self.server.unhealthy()
-                if not problem and await self.server.started() != old_start:
+                if not problem and await self.server.start_time() != old_start:
                     await self._read_facts()
-                    if not _same(self._server_facts().root, path):
+                    if not _is_same_model(self._server_facts().root, path):
                         raise EngineError(
                             f"servers.restart_command started a server of {self._server_facts().root}, not of {path}: "
                             "it must start one with {path}, or $TRINITY_ES_PATH, as its model"
@@ -353,7 +353,7 @@ class ServerWeights:
 
     @contextlib.asynccontextmanager
     async def _without_requests(self) -> AsyncIterator[None]:
-        """Context in which no request is open: it waits for the open ones to end, and holds new ones back."""
+        """Hold new requests back, and enter the context once the open ones have ended."""
         self._gate.clear()
         try:
             while self._open_requests:
@@ -366,19 +366,20 @@ class ServerWeights:
 async def run_command(command: str, values: Mapping[str, str], *, seconds: float) -> None:
     """Run a shell command and wait for its end; its background processes live on.
 
-    `{name}` in it is replaced by the value of this name, quoted for the shell, and the environment has it as
-    `TRINITY_ES_<NAME>`. Raises EngineError if it fails, or is killed after `seconds`.
+    In the command, `{name}` is replaced by the value of this name, quoted for the shell. The environment has each value
+    as `TRINITY_ES_<NAME>`. Raises EngineError if the command fails, or had to be killed after `seconds`.
     """
     command = re.sub(r"\{(\w+)\}", lambda m: shlex.quote(values[m[1]]) if m[1] in values else m[0], command)
     environment = {**os.environ, **{f"TRINITY_ES_{name.upper()}": value for name, value in values.items()}}
-    # A session of its own: its background processes must not end with the runner's process group.
+    # A session of its own, since its background processes must not end with the runner's process group.
     process = await asyncio.create_subprocess_shell(
         command, env=environment, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
     )
     try:
         status = await asyncio.wait_for(process.wait(), seconds)
     except TimeoutError:
-        raise EngineError(f"servers.restart_command had not ended after {seconds:g} s") from None
+        raise EngineError(f"servers.restart_command had not ended after {seconds:g} s: let it start the server in the "
+                          "background, or raise servers.restart_timeout") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -387,13 +388,13 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
         raise EngineError(f"servers.restart_command failed (exit status {status})")
 
 
-def _same(root: str, model: str) -> bool:
+def _is_same_model(root: str, model: str) -> bool:
     """Return True if a server's `root` and a model are one hub id or one folder."""
     return root == model or (os.path.isabs(model) and os.path.realpath(root) == os.path.realpath(model))
 
 
-def _unchanged_since(path: str, started: str) -> bool:
-    """Return True if the files at a path are older than `started` (a Unix time, as text); False if unknown."""
+def _is_unchanged_since(path: str, started: str) -> bool:
+    """Return True if the files at a path are older than `started` (Unix time, as text); False if that is unknown."""
     folder = Path(path)
     try:
         links = [link.lstat() for link in (folder, *folder.parents) if link.is_symlink()]

@@ -3,12 +3,12 @@
 `AdapterServing` is the part of `VLLMEngine` that does it. It relies on these facts about vLLM 0.32:
 - The prefix cache, and the set of adapters of one step, tell adapters apart by name. So each version has its own name
   and number in vLLM, and tokens, keys and values of two versions never mix.
-- If a request needs an adapter that was removed, vLLM reads its folder again, and dies if that is gone. So no adapter
-  in use is removed or evicted (`max_cpu_loras` is never exceeded).
-- A step computes with at most `max_loras` adapters, and requests of others wait. One place more than adapters lets
+- If a request needs an adapter that was removed, vLLM reads its folder again, and dies if the folder is gone. So no
+  adapter in use is removed or evicted (`max_cpu_loras` is never exceeded).
+- A step computes with at most `max_loras` adapters, and requests with others wait. One slot more than adapters lets
   answers of an old and a new version go on together.
-- On a CPU a request without an adapter computes with the last place (an index of -1 in torch): logprobs were off by 1.1
-  once all places were taken. So the last place stays empty there.
+- On a CPU a request without an adapter computes with the last slot (an index of -1 in torch): logprobs were off by 1.1
+  once all slots were taken. So the last slot stays empty there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trinity_es.actors.engines.adapter_checks import checked_adapter, require_same
+from trinity_es.actors.engines.adapter_checks import checked_adapter, require_unchanged
 from trinity_es.actors.engines.interface import LoRASettings
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError, SyncError
@@ -32,20 +32,20 @@ __all__ = ["AdapterServing", "ServedAdapter", "lora_arguments"]
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's `max_lora_rank` may have."""
 _ROOM_SECONDS = 0.1
-"""Interval between checks if a place is free."""
+"""Interval between checks for a free slot."""
 _log = logging.getLogger(__name__)
 
 
 def lora_arguments(lora: LoRASettings | None, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine for adapters; {} without. The module's docstring has the reasons."""
+    """Return vLLM's engine arguments for LoRA adapters; {} if `lora` is None. The module docstring has the reasons."""
     if lora is None:
         return {}
     rank = next(r for r in _RANKS if r >= lora.max_rank)
     version_count = 2 * lora.max_adapters + 1  # an old and a new one of each, and one more while it is loaded
-    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": version_count}
+    slots = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": version_count}
     if on_cpu:
-        places = {"max_loras": version_count + 1, "max_cpu_loras": version_count + 1}
-    return {"enable_lora": True, "max_lora_rank": rank, **places}
+        slots = {"max_loras": version_count + 1, "max_cpu_loras": version_count + 1}
+    return {"enable_lora": True, "max_lora_rank": rank, **slots}
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +55,9 @@ class ServedAdapter:
     name: str
     version: int
     request: Any
-    """Its LoRARequest: vLLM's name and number of this version."""
+    """LoRARequest with vLLM's name and number of this version."""
     uses: int = 0
-    """Number of open requests with it."""
+    """Number of open requests that use this version."""
 
 
 class AdapterServing:
@@ -80,19 +80,20 @@ class AdapterServing:
 
     @property
     def adapters(self) -> dict[str, int]:
-        """The version of each adapter, by name, that new requests get."""
+        """Version of each adapter that new requests get, by the adapter's name."""
         return {name: served.version for name, served in self._current.items()}
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Context that gives an adapter's current version, and keeps it loaded; None for an empty name."""
+        """Keep an adapter's current version loaded within this context, whose value it is; None for an empty name."""
         if not name:
             yield None
             return
         served = self._current.get(name)
         if served is None:
             names = ", ".join(self._current) or "none"
-            raise EngineError(f"there is no adapter {name!r}: this engine serves {names}", refused=True)
+            raise EngineError(f"there is no adapter {name!r}: this engine serves {names}. Publish it first "
+                              "(sync_adapter)", refused=True)
         served.uses += 1
         try:
             yield served
@@ -102,14 +103,14 @@ class AdapterServing:
                 self._removal_task = asyncio.get_running_loop().create_task(self._remove_unused())
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
-        """Serve a new version of an adapter once there is a place; check its files again after vLLM has read them."""
+        """Serve a new version of an adapter, as `ServesAdapters` says, once there is a free slot for it."""
         llm = self._live_llm()
         from vllm.lora.request import LoRARequest
 
         async with self._adapters_lock:
             config = llm.vllm_config.lora_config
             if config is None:
-                raise SyncError("this engine serves no adapters: set explorer.rollout_model.lora and start again")
+                raise SyncError(f"adapter {name!r} needs explorer.rollout_model.lora: set it and start again")
             check = partial(checked_adapter, path, max_rank=config.max_lora_rank, shapes=self._shapes)
             files = await asyncio.to_thread(check)
             await self._remove_unused()
@@ -126,9 +127,9 @@ class AdapterServing:
             new = ServedAdapter(name, version, LoRARequest(f"{name}@{version}", next(self._numbers), path))
             try:
                 if not await llm.add_lora(new.request):
-                    raise RuntimeError(f"vLLM refused to load the adapter from {path}, and gave no reason: see its log")
+                    raise RuntimeError(f"vLLM refused to load {path} and gave no reason: see the runner's log")
                 try:
-                    require_same(path, digest or files.digest, await asyncio.to_thread(check))
+                    require_unchanged(path, digest or files.digest, await asyncio.to_thread(check))
                 except SyncError:
                     await self._remove(new)
                     raise
@@ -142,19 +143,19 @@ class AdapterServing:
             await self._remove_unused()
 
     async def remove_adapter(self, name: str) -> None:
-        """Refuse new requests for an adapter, and remove it from vLLM once its last request ended."""
+        """Refuse new requests for an adapter, and remove it from vLLM once its last request has ended."""
         async with self._adapters_lock:
             self._retire(name)
             await self._remove_unused()
 
     def _retire(self, name: str) -> None:
-        """Move an adapter's current version, if there is one, to the old ones."""
+        """Move an adapter's current version, if it has one, to the replaced ones."""
         served = self._current.pop(name, None)
         if served is not None:
             self._replaced.append(served)
 
     async def _remove_unused(self) -> None:
-        """Unload from vLLM the old adapter versions that no open request uses."""
+        """Remove from vLLM the replaced versions that no open request uses."""
         for served in list(self._replaced):
             if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
                 self._replaced.remove(served)
@@ -163,5 +164,5 @@ class AdapterServing:
     async def _remove(self, served: ServedAdapter) -> None:
         try:
             await self._llm.remove_lora(served.request.lora_int_id)
-        except Exception as e:  # it takes a place in vLLM, but no request uses it again
+        except Exception as e:  # it still takes a slot in vLLM, but no request uses it again
             _log.warning("adapter %s was not removed: %s", served.request.lora_name, short(e))

@@ -1,8 +1,7 @@
 """The vLLM engine. vllm and torch are imported in `start`.
 
 A runner calls it on one asyncio loop, which may run in any thread. vLLM spawns processes (EngineCore, and a worker per
-GPU): `stop()` ends them, and once the engine is up they end within a second of the death of the process that started
-them.
+GPU), and `stop()` ends them. If the runner dies once its engine is up, they end within a second.
 
 Promises beyond the `Engine` interface:
 - Prompts are sent as token ids, so `Completion.prompt_token_ids` is what the model read.
@@ -44,30 +43,30 @@ from trinity_es.actors.engines.interface import (
     Tokenizer,
 )
 from trinity_es.actors.engines.long_text_tokenization import prompt_ids
-from trinity_es.actors.engines.sampling_checks import at_temperature, whole_distribution
+from trinity_es.actors.engines.sampling_checks import logprob_at_temperature, needs_whole_distribution
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
 from trinity_es.actors.engines.vllm.processes import (
-    Printed,
+    ProcessOutput,
+    blames_other_process,
     children,
     engine_processes,
-    error_in,
-    points_elsewhere,
-    silence,
-    silent,
+    last_error_in,
+    silenced_logger,
+    wait_for_silence,
     wait_or_kill,
     with_descendants,
 )
 from trinity_es.actors.engines.vllm.values import (
+    add_texts,
     completion_of,
+    load_reporting_llm,
     output_kind,
     partial_answers,
     prompt_of_ids,
     sampling_params,
     text_of,
     whole_answer_params,
-    with_load,
-    with_texts,
 )
 from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, check_extension, short
 from trinity_es.events.errors import ConfigError, EngineError
@@ -87,15 +86,15 @@ _ENVIRONMENT = {
 
 _STARTING = "it is starting"
 CUT_OFF_SECONDS = 1.0
-"""How long open requests may take to end by themselves after their engine."""
+"""How long open requests may take to end by themselves after their engine ended."""
 _MAX_SUM_ERROR = 0.1
-"""Maximum error of a sum of probabilities that must be 1."""
+"""Tolerance for a sum of probabilities that must be 1."""
 _MAX_DISTRIBUTION = 20_000_000
 """Maximum (tokens x vocabulary) that `logprobs` fetches at a temperature other than 1: about 2 GB of Python floats."""
 
 
 class VLLMEngine(WeightChanges, AdapterServing):
-    """An `Engine` over vLLM. The constructor raises ConfigError if there is no such model, methods EngineError."""
+    """`Engine` over vLLM. The constructor raises ConfigError if there is no such model; methods raise EngineError."""
 
     model_version: int
     tokenizer: Tokenizer
@@ -113,7 +112,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self._request_adapters: dict[str, tuple[str, int] | None] = {}
         """Name and version of each open request's adapter, by the request's name."""
         self._processes: list[psutil.Process] = []
-        self._printed: Printed | None = None
+        self._printed: ProcessOutput | None = None
         self._printing_pids: list[int] = []
         self._pids_before: set[int] = set()
         self._watch_task: asyncio.Task[None] | None = None
@@ -124,13 +123,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and response together; None before the model is loaded."""
+        """Maximum number of tokens of prompt and response together; None before the model is loaded."""
         return self._max_model_len or None
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer that an engine of this config has, with the chat template of its server."""
+        """Return the tokenizer for an engine with this config, with the chat template of its server options."""
         names = ("trust_remote_code", "tokenizer_revision")
         options = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
         tokenizer = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **options)
@@ -139,12 +138,12 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def start(self) -> None:
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
         if self._llm is not None:
-            raise EngineError("the engine was started already")
+            raise EngineError("the engine was started already: call start only once")
         self._pids_before = {p.pid for p in children()}
         self._dead = _STARTING
-        printed = Printed()
+        printed = ProcessOutput()
         try:
-            # In a thread: building an engine blocks for 10-60 s, and the loop must answer meanwhile.
+            # In a thread, since building an engine blocks for 10-60 s, and the loop must answer meanwhile.
             self._llm = await asyncio.to_thread(self._build)
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
@@ -156,7 +155,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             await self._label_version()
             self._dead = None
             await self._warm_up()
-            self._printed, self._printing_pids = Printed(), self.pids()
+            self._printed, self._printing_pids = ProcessOutput(), self.pids()
             self._watch_task = asyncio.create_task(self._watch())
             gc.freeze()  # like vLLM's server: the objects so far stay, and the garbage collector skips them
         except BaseException as e:
@@ -166,11 +165,11 @@ class VLLMEngine(WeightChanges, AdapterServing):
             output = printed.text()
             if output:
                 _log.error("output while the engine for %s started:\n%s", self.config.model_path, output)
-            reason = (points_elsewhere(e) and error_in(output)) or short(e)
+            reason = (blames_other_process(e) and last_error_in(output)) or short(e)
             raise EngineError(f"the engine for {self.config.model_path} did not start: {reason}") from e
 
     def _build(self) -> Any:
-        """Return vLLM's AsyncLLM. Raises ConfigError for arguments that it does not know."""
+        """Build and return vLLM's AsyncLLM. Raises ConfigError for arguments that it does not know."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if Path(self._model).is_dir():
@@ -200,17 +199,17 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 f"vLLM's AsyncEngineArgs have no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
             )
         check_extension(arguments["worker_extension_cls"])
-        arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
+        arguments.setdefault("use_tqdm_on_load", False)  # else each change of weights prints a progress bar
         if self.on_load is None:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        return with_load(AsyncLLM, AsyncEngineArgs(**arguments), self.on_load)
+        return load_reporting_llm(AsyncLLM, AsyncEngineArgs(**arguments), self.on_load)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
-        """Return the arguments for vLLM's AsyncEngineArgs; those of `config.options` come last, so they win."""
+        """Return the arguments for vLLM's AsyncEngineArgs. Those in `config.options` override all others."""
         config = self.config
         dtype = config.dtype
         if dtype == "auto" and on_cpu and model_dtype(self._model) in ("float32", None):
-            dtype = "float32"  # vLLM's auto takes 16 bits, which gains nothing on a CPU
+            dtype = "float32"  # vLLM's "auto" would take 16 bits, which gains nothing on a CPU
         arguments: dict[str, Any] = {
             "model": self._model,
             "dtype": dtype,
@@ -220,7 +219,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             "enforce_eager": config.enforce_eager or on_cpu,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
-            "generation_config": "vllm",  # not the model's own sampling defaults
+            "generation_config": "vllm",  # ignore the model's own sampling defaults
             "disable_log_stats": True,
             "worker_extension_cls": (
                 "trinity_es.actors.engines.vllm.gloo_weight_transfer.GlooWorkerExtension"
@@ -234,7 +233,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return arguments | lora_arguments(config.lora, on_cpu) | config.options
 
     async def _warm_up(self) -> None:
-        """Send one request of each kind, so that kernels are compiled before the engine is ready."""
+        """Send one request of each kind, so that kernels are compiled before the first real request."""
         token = self.tokenizer.encode("a")[-1:] or [0]
         for sampling in (Sampling(n=4, max_tokens=4, ignore_eos=True), Sampling(temperature=0.0, max_tokens=2)):
             await self.generate(token * 4, sampling)
@@ -245,8 +244,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def _check_speculation(self, prompt: list[int]) -> None:
         """Raise ConfigError if speculative decoding gives logprobs of another distribution than the sampled one.
 
-        With only two tokens allowed, drafts are accepted and rejected in turn, and both probabilities add up to 1. vLLM
-        0.32 on a CPU gives NaN there, or values several nats off.
+        The test request allows two tokens only. Then some drafts are accepted and some rejected, and both probabilities
+        must add up to 1. vLLM 0.32 on a CPU gives NaN there, or values several nats off.
         """
         two_ids = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
         sampling = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
@@ -262,20 +261,20 @@ class VLLMEngine(WeightChanges, AdapterServing):
             )
 
     async def stop(self) -> None:
-        """End the engine and every process that it started; requests in flight raise EngineError. Idempotent."""
+        """End the engine and its processes. Requests in flight raise EngineError. A second call does nothing."""
         await self._end("it was stopped")
 
     async def _watch(self) -> None:
-        """Mark the engine dead if its process hangs: vLLM's takes no more requests once its input thread has ended."""
-        await silence(self._llm.is_sleeping, self._weights_lock.locked)
-        self._dead = self._dead or "its process lives, and has answered nothing for long"
+        """Wait until vLLM's process hangs, as it does when its input thread has ended; then mark the engine dead."""
+        await wait_for_silence(self._llm.is_sleeping, self._weights_lock.locked)
+        self._dead = self._dead or "its process is alive, but has not answered for ten minutes"
 
     def pids(self) -> list[int]:
-        """Return the live processes of this engine: EngineCore and its workers."""
+        """Return the pids of this engine's live processes: EngineCore and its workers."""
         return [p.pid for p in with_descendants(self._processes or engine_processes(self._llm, self._pids_before))]
 
     async def _end(self, reason: str) -> None:
-        """End vLLM and its processes, and then the requests that it left without an answer."""
+        """End vLLM and its processes, then cancel the requests that it left without an answer."""
         if self._dead in (None, _STARTING):
             self._dead = reason
         if self._watch_task is not None:
@@ -287,56 +286,56 @@ class VLLMEngine(WeightChanges, AdapterServing):
             processes = engine_processes(llm, self._pids_before)
         processes = with_descendants(processes)
         if llm is not None:
-            with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):
+            with contextlib.suppress(Exception), silenced_logger("vllm.v1.engine.async_llm"):
                 await asyncio.to_thread(llm.shutdown)
                 llm.shutdown = lambda: None  # __del__ calls it again, at exit even without its modules
         await asyncio.to_thread(wait_or_kill, processes)
         until = time.monotonic() + CUT_OFF_SECONDS
         while self._request_tasks - {asyncio.current_task()} and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for task in self._request_tasks - {asyncio.current_task()}:  # vLLM never answers those that came as it ended
+        for task in self._request_tasks - {asyncio.current_task()}:  # vLLM does not answer requests sent as it ended
             self._cut_off_tasks.add(task)
             task.cancel()
 
     @property
     def dead(self) -> str | None:
-        """Why it will never answer again; None while it serves."""
+        """Why this engine will never answer again; None while it serves."""
         if self._dead is None and self._llm is not None and self._llm.errored:
-            self._dead = self._ended("") if self._llm.is_running else "vLLM's task on the event loop ended"
+            self._dead = self._death_reason("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
 
-    def _ended(self, reason: str) -> str:
-        error = error_in(self._printed.text(), self._printing_pids) if self._printed is not None else ""
+    def _death_reason(self, reason: str) -> str:
+        error = last_error_in(self._printed.text(), self._printing_pids) if self._printed is not None else ""
         return f"its process ended ({error or reason})" if error or reason else "its process ended"
 
     def _live_llm(self) -> Any:
         """Return vLLM's AsyncLLM. Raises EngineError if the engine is dead."""
         self.dead  # noqa: B018  # updates `_dead`
         if self._dead is not None:
-            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
+            raise EngineError(f"the engine is dead: {self._dead}", dead=True)
         return self._llm
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """Return `sampling.n` completions. At temperature 0 they are equal, with the logprobs of temperature 1.
+        """Return `sampling.n` completions. At temperature 0 they are equal, and logprobs are those of temperature 1.
 
-        Raises EngineError: `refused=True` if this engine will never serve the request (too long, say), `dead=True` if
-        the engine is gone.
+        Raises EngineError, with `refused=True` if this engine can never serve the request (because it is too long,
+        say), with `dead=True` if the engine is dead.
         """
         llm = self._live_llm()
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         copies = sampling.n if sampling.temperature == 0.0 else 1  # vLLM refuses n > 1 at temperature 0
         if copies > 1:
             sampling = dataclasses.replace(sampling, n=1)
         params = whole_answer_params(sampling)
         output, adapter = await self._last_output(ids, params, sampling.adapter, REQUEST_NAME.get())
-        await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
+        await add_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
-        ids = await self._ids(prompt)
+        ids = await self._prompt_ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
         async with contextlib.aclosing(self.outputs(ids, params, sampling.adapter)) as outputs:
@@ -348,12 +347,12 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """Return log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
 
-        vLLM gives prompt logprobs at temperature 1 only. Another one fetches the whole distribution, which is refused
-        above 20 million values. Raises EngineError like `generate`.
+        vLLM computes prompt logprobs at temperature 1 only. For any other the whole distribution is fetched, which is
+        refused above 20 million values. Raises EngineError like `generate`.
         """
-        ids = await self._ids(token_ids)
+        ids = await self._prompt_ids(token_ids)
         vocabulary = int(self._live_llm().model_config.get_vocab_size())
-        needs_all = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
+        needs_all = needs_whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         from vllm import SamplingParams
@@ -366,12 +365,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
         rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
         if not needs_all:
             return [float(row[token].logprob) for row, token in rows]
-        return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
+        return [logprob_at_temperature(row[t].logprob, (v.logprob for v in row.values()), temperature)
+                for row, t in rows]
 
     async def _last_output(
         self, ids: list[int], params: Any, adapter: str = "", request: str = ""
     ) -> tuple[Any, tuple[str, int] | None]:
-        """Return a request's finished output, and name and version of its adapter. Raises like `generate`."""
+        """Return a request's finished output, and its adapter's name and version. Raises like `generate`."""
         last = None
         async with contextlib.aclosing(self.outputs(ids, params, adapter, request)) as outputs:
             async for output in outputs:
@@ -380,7 +380,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return last
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
-        """Return the new part of each answer so far; see `KeepsProgress`."""
+        """Return the new tokens of each answer to an open request, as `KeepsProgress` says."""
         adapter = self._request_adapters.get(request)
         return {} if self._llm is None else partial_answers(self._llm, request, start, adapter)
 
@@ -397,8 +397,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """Yield vLLM's outputs for a request, each with its adapter; the last is finished. Raises like `generate`."""
         llm = self._live_llm()
         if self._speculates and params.stop:
-            raise EngineError("stop texts don't work with engine_args.speculative_config: vLLM also returns tokens "
-                              "after the stop text, which would be trained on", refused=True)
+            raise EngineError("engine_args.speculative_config allows no stop texts, since vLLM also returns tokens "
+                              "after them, which would be trained on: leave out one of the two", refused=True)
         output = None
         task = asyncio.current_task()
         assert task is not None
@@ -407,12 +407,12 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._request_tasks.add(task)
             name_and_version = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
-            if not request or request in self._request_adapters:  # a user's engine may ask twice for one request
+            if not request or request in self._request_adapters:  # a user's engine may send two calls for one request
                 request = uuid4().hex
             self._request_adapters[request] = name_and_version
             stream: AsyncIterator[Any] = llm.generate(tokens, params, request, **more)
             try:
-                # aclosing: cancelling the caller must abort the request now, not when the generator is collected
+                # aclosing: if the caller is cancelled, the request must be aborted now, not at garbage collection
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
                     async for output in outputs:
                         if self._dead is not None and any(o.finish_reason == "abort" for o in output.outputs):
@@ -432,18 +432,18 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 self._request_tasks.discard(task)
                 self._cut_off_tasks.discard(task)
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
 
     def _as_engine_error(self, e: Exception) -> EngineError:
-        """Return the EngineError for a request's exception; mark the engine dead if vLLM is."""
+        """Return a request's exception as an EngineError. If vLLM is dead, mark the engine as dead."""
         if self._dead is not None:
-            return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
+            return EngineError(f"the engine is dead: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
-            self._dead = self._ended(short(e))
+            self._dead = self._death_reason(short(e))
             return EngineError(f"the engine died: {self._dead}", dead=True)
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {short(e)}", refused=True)

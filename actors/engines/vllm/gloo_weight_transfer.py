@@ -1,4 +1,4 @@
-"""vLLM's weight transfer over gloo, which `sync_method: nccl` uses on a CPU. Only vLLM's workers import this module."""
+"""vLLM's weight transfer over gloo, for `sync_method: nccl` on a CPU. Only vLLM's workers import this module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not
 
 
 class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
-    """Receiver of tensors that rank 0 broadcasts. Its rounds begin and end as those over NCCL."""
+    """Receiver in a vLLM worker for the tensors that rank 0 broadcasts over gloo, with the calls of vLLM's NCCL one."""
 
     init_info_cls = GlooInitInfo
     group: GlooGroup | None = None
@@ -39,7 +39,6 @@ class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLL
         self.receive_weights(self.parse_update_info(update_info))  # no accelerator to wait for
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receive each tensor that `update_info` names, and load it into the model."""
         if self.group is None:
             raise RuntimeError("this worker is in no weight transfer group: call init_transfer_engine first")
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
@@ -52,7 +51,7 @@ class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLL
 
 
 class GlooWorkerExtension(WorkerExtension):
-    """WorkerExtension whose import by vLLM registers the backend in its workers."""
+    """WorkerExtension from this module: when vLLM's workers import it, the backend "gloo" is registered there."""
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransfer)

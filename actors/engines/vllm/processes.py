@@ -1,4 +1,4 @@
-"""Processes of a vLLM engine: which they are, what they print, how they end."""
+"""Processes of a vLLM engine: finding them, reading their output, noticing that they hang, ending them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "Printed", "children", "engine_processes", "error_in", "points_elsewhere", "silence", "silent", "wait_or_kill",
-    "with_descendants",
+    "ProcessOutput", "blames_other_process", "children", "engine_processes", "last_error_in", "silenced_logger",
+    "wait_for_silence", "wait_or_kill", "with_descendants",
 ]
 
 _STOP_GRACE_SECONDS = 5.0
 """How long a process may take to end by itself, and again after it was killed."""
 CHECK_SECONDS = 10.0
 SILENT_SECONDS = 600.0
-"""How long a process may leave a question unanswered: much longer than one step takes on a slow CPU."""
+"""How long a call to a process may stay unanswered: much longer than one step takes on a slow CPU."""
 _log = logging.getLogger(__name__)
 
 
-async def silence(
+async def wait_for_silence(
     ask: Callable[[], Coroutine[Any, Any, Any]], is_busy: Callable[[], bool], *, interval: float = CHECK_SECONDS,
     limit: float = SILENT_SECONDS,
 ) -> None:
-    """Return once an engine's process has left a question unanswered for `limit` seconds.
+    """Return once a vLLM process has not answered the call `ask` for `limit` seconds.
 
-    `ask` sends a small question the same way as requests, and is answered between two steps. While `is_busy()`, no
-    answer is expected. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
+    `ask` takes the same way as requests, and the process answers it between two steps. The time while `is_busy()` does
+    not count. Checks are counted instead of seconds, so a suspended machine raises no false alarm.
     """
     while True:
         question, check_count = asyncio.ensure_future(ask()), 0
@@ -48,8 +48,8 @@ async def silence(
         await asyncio.sleep(interval)
 
 
-class Printed:
-    """Output of this process and its children from now on, if stderr is a file: why vLLM's processes ended."""
+class ProcessOutput:
+    """Output of this process and its children since this object was made, if stderr is a file: vLLM's errors."""
 
     def __init__(self) -> None:
         self._path = ""
@@ -59,7 +59,7 @@ class Printed:
                 self._path, self._begin = os.readlink("/proc/self/fd/2"), status.st_size
 
     def text(self) -> str:
-        """Return the output since this object was made, the last _TAIL_BYTES at most; empty if stderr is no file."""
+        """Return the output, at most its last _TAIL_BYTES; empty if stderr is no file."""
         with contextlib.suppress(OSError), open(self._path, "rb") as file:
             file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
@@ -68,19 +68,19 @@ class Printed:
 
 _TAIL_BYTES = 65536
 _PREFIX = re.compile(r"\((\w+) pid=(\d+)\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\]\s?)?")
-"""vLLM's prefix of a line: the process, and the logger's level, time and place."""
+"""vLLM's prefix of a line: name and pid of the process; level, time and source of the log record."""
 _RAISED = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)?: \S|Fatal Python error: ")
 _POINTER = re.compile(r"[Ss]ee (?:root cause|stack trace)")
-"""Text of errors that only say that another process failed."""
+"""Pattern of errors that only say that another process failed."""
 
 
-def points_elsewhere(error: BaseException) -> bool:
-    """Return True if an error only says that another process failed, whose output has the cause."""
+def blames_other_process(error: BaseException) -> bool:
+    """Return True if an error only says that another process failed; that process's output has the cause."""
     return bool(_POINTER.search(str(error)))
 
 
-def error_in(printed: str, pids: Collection[int] = ()) -> str:
-    """Return the last error in what vLLM's processes printed, in one line; empty: none. `pids`: of these only."""
+def last_error_in(printed: str, pids: Collection[int] = ()) -> str:
+    """Return the last error line in the output of vLLM's processes, or of those in `pids`; empty if there is none."""
     error = ""
     for line in printed.splitlines():
         prefix = _PREFIX.match(line)
@@ -96,7 +96,7 @@ def children() -> list[psutil.Process]:
 
 
 def engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
-    """Return the processes that vLLM spawned: those it lists, else this process's children except pids in `before`."""
+    """Return the processes that vLLM lists as its own, or else this process's children that are not in `before`."""
     try:
         pids = {p.pid for p in llm.engine_core.resources.engine_manager.processes}
     except AttributeError:
@@ -109,7 +109,7 @@ def engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Return True for Python's helper of spawned children, which ends with this process."""
+    """Return True for Python's helper process of multiprocessing, which ends with this process."""
     try:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.Error:
@@ -117,7 +117,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return those of the processes that live, and all their descendants."""
+    """Return the processes that are alive, and all their descendants."""
     process_by_pid = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -128,8 +128,8 @@ def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process
 
 
 @contextlib.contextmanager
-def silent(name: str) -> Iterator[None]:
-    """Silence a logger: vLLM logs a traceback for an orderly end."""
+def silenced_logger(name: str) -> Iterator[None]:
+    """Silence a logger within this context, since vLLM logs a traceback for an orderly end."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -140,7 +140,7 @@ def silent(name: str) -> Iterator[None]:
 
 
 def wait_or_kill(processes: list[psutil.Process]) -> None:
-    """Wait for the processes to end, and kill those that do not end in time."""
+    """Wait until the processes have ended, and kill those that do not end within _STOP_GRACE_SECONDS."""
     _, alive = psutil.wait_procs(processes, timeout=_STOP_GRACE_SECONDS)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

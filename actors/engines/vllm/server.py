@@ -1,9 +1,8 @@
 """vLLM's own HTTP server over a `VLLMEngine`: chat, completions, responses, messages, tokenize, token ids in and out.
 
-vLLM's own application (with `_with_token_names`) runs on the engine's AsyncLLM through a `_RecordingClient`, which
-records exact ids, logprobs and weight versions of each request (`Recording`), whatever API the client uses. vLLM 0.32
-and 0.33 have the application in `vllm.entrypoints.launchers`, older versions (0.23) in
-`vllm.entrypoints.openai.api_server`; only this module knows.
+vLLM's application calls the engine's AsyncLLM through a `_RecordingClient`. It records exact ids, logprobs and weight
+versions of each request (`Recording`), whatever API the client uses. vLLM 0.32 and 0.33 have the application in
+`vllm.entrypoints.launchers`, older versions (0.23) in `vllm.entrypoints.openai.api_server`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import orjson
 from trinity_es.actors.engines.interface import CallJournal, Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, SHARED
 from trinity_es.actors.engines.vllm.values import (
-    changed,
+    add_texts,
     completion_of,
     missing_fields,
     output_kind,
-    read_at_the_end,
     request_output,
     text_of,
-    with_texts,
+    whole_answer_fields,
+    with_changes,
 )
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
@@ -37,22 +36,22 @@ __all__ = ["application", "with_template"]
 
 _OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "root_path", "middleware",
                    "served_model_name", "enable_log_requests", "api_server_count", "headless"})
-"""Options of `vllm serve` that the runner sets."""
+"""Options of `vllm serve` that the runner sets, so users can't."""
 
 _UNUSED_MIDDLEWARE = frozenset({"CORSMiddleware", "PrometheusInstrumentatorMiddleware"})
-"""vLLM's middleware for browsers and for its own `/metrics`; neither kind of request reaches a runner."""
+"""vLLM's middleware for browsers and for its own `/metrics`; runners get neither kind of request."""
 _GENERATE = "/inference/v1/generate"
 _FREQUENT = frozenset({"/v1/chat/completions", "/v1/completions", _GENERATE})
-"""Routes to match first: of thirty-six, vLLM has those that sample among the last."""
+"""Routes that are matched first, since they are most frequent: vLLM has them among the last of its thirty-six."""
 
 
 async def application(
     engine: Any, llm: Any, model: str, name: str, options: Mapping[str, Any], recording: Callable[[], Recording | None]
 ) -> Any:
-    """Return vLLM's ASGI application for a `VLLMEngine` and its AsyncLLM, with the model at `model` called `name`.
+    """Return vLLM's ASGI application for a `VLLMEngine` and its AsyncLLM. Clients call the model at `model` `name`.
 
     `options` are those of `vllm serve` (`tool_call_parser`, `reasoning_parser`, `chat_template`, ...). Raises
-    ConfigError for an option that vLLM does not know or the runner sets.
+    ConfigError for an option that vLLM does not know or that the runner sets.
     """
     build_app, init_app_state, args = await asyncio.to_thread(_server_parts, model, name, dict(options))
     tasks = await llm.get_supported_tasks()
@@ -66,24 +65,24 @@ async def application(
 
 
 _ENTRY = re.compile(rb'\{"token_id":(\d+)(?=[,}])')
-"""Beginning of a logprob's entry. It can't match inside a text, where quotes have backslashes."""
+"""Beginning of a logprob's entry in JSON. It can't match inside a text, where quotes have backslashes."""
 
 
 def _with_token_names(application: Any) -> Any:
-    """Return this ASGI application with token names added to the logprobs of `/inference/v1/generate`.
+    """Return an ASGI application that adds token names to the logprobs of `/inference/v1/generate`.
 
     vLLM 0.32 writes `{"token_id": 7, "logprob": ...}`, older versions `{"token": "token_id:7", "logprob": ...}`, which
-    current clients still read (verifiers' of renderers 0.1.12, TRL 1.16's). Here an entry has both.
+    current clients still read (verifiers' of renderers 0.1.12, TRL 1.16's). This application writes both fields.
     """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request as `application` does, with names in the answer's body if the route is `_GENERATE`."""
+        """Answer a request by `application`, and add token names to the body if the route is `_GENERATE`."""
         if scope.get("path") != _GENERATE:
             await application(scope, receive, send)
             return
 
         async def send_named(message: Any) -> None:
-            """Send a message of the answer with the names added, which make the body longer than its header says."""
+            """Send an ASGI message with token names added; drop the content-length header, which would be too small."""
             if message["type"] == "http.response.start":
                 headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
                 await send({**message, "headers": headers})
@@ -97,7 +96,7 @@ def _with_token_names(application: Any) -> Any:
 
 
 class _TemplatedTokenizer:
-    """Wrapper of a tokenizer with another chat template. No changed copy: vLLM's tokenizer has copies inside."""
+    """Wrapper that gives a tokenizer another chat template. A copy won't do, since vLLM's tokenizer holds copies."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +119,7 @@ class _TemplatedTokenizer:
 def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
     """Return a tokenizer that renders chats with the template and variables in these options of `vllm serve`.
 
-    They are `chat_template` (a file, or the template itself) and `default_chat_template_kwargs`. Raises ConfigError.
+    The options are `chat_template` (a file or a template) and `default_chat_template_kwargs`. Raises ConfigError.
     """
     template, variables = options.get("chat_template"), options.get("default_chat_template_kwargs") or {}
     if not template and not variables:
@@ -137,7 +136,7 @@ def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _list_adapters(models: Any, engine: Any) -> None:
-    """Have vLLM's `/v1/models` (its handler is `models`) list the engine's adapters too, with the model as parent."""
+    """Make vLLM's handler of `/v1/models` also list the engine's adapters, with the model as their parent."""
     list_models = models.show_available_models
 
     async def list_with_adapters() -> Any:
@@ -152,7 +151,7 @@ def _list_adapters(models: Any, engine: Any) -> None:
 
 
 def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:
-    """Return vLLM's `build_app` and `init_app_state`, and the arguments for them. The imports take a second."""
+    """Return vLLM's `build_app` and `init_app_state`, and their arguments. The imports take a second."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -189,7 +188,7 @@ def _server_parts(model: str, name: str, options: dict[str, Any]) -> tuple[Any, 
 
 
 class _RecordingClient:
-    """An AsyncLLM for vLLM's server that records what it generates in each request's `Recording`."""
+    """Wrapper of AsyncLLM for vLLM's server that records generated tokens in the `Recording` of each request."""
 
     def __init__(self, engine: Any, llm: Any, recording: Callable[[], Recording | None]) -> None:
         self._engine, self._llm, self._recording = engine, llm, recording
@@ -198,13 +197,13 @@ class _RecordingClient:
         return getattr(self._llm, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
-        """Generate like AsyncLLM. The call itself, not the first item, begins the record: prompts keep their order.
+        """Generate like AsyncLLM. The call itself begins the record, not the first output, so prompts keep their order.
 
-        Raises ValueError, or vLLM's error for impossible sampling. vLLM's server answers both with 400.
+        Raises ValueError, or vLLM's own error for impossible sampling. vLLM's server answers both with status 400.
         """
         record = self._recording()
         if sampling_params.n > MOST_ANSWERS:
-            raise ValueError(f"n: {sampling_params.n} answers were requested: the limit is {MOST_ANSWERS}")
+            raise ValueError(f"n is {sampling_params.n}: the limit is {MOST_ANSWERS}")
         if record is None:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
@@ -226,44 +225,46 @@ class _RecordingClient:
         generation = None
         if record.wanted:
             logprobs = sampling_params.logprobs
-            if not getattr(sampling_params, "logprob_token_ids", None):  # with those, vLLM adds the sampled token's
+            if not getattr(sampling_params, "logprob_token_ids", None):  # if set, vLLM adds the sampled token's itself
                 changes["logprobs"] = max(logprobs or 0, 0) if logprobs != -1 else -1
-            if _text_alone(sampling_params):
-                changes |= read_at_the_end(sampling_params.stop, 0)
-        params = changed(sampling_params, changes)
+            if _wants_text_only(sampling_params):
+                changes |= whole_answer_fields(sampling_params.stop, 0)
+        params = with_changes(sampling_params, changes)
         call = None
         if record.wanted:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
             if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
-                call = record.journaled(ids, sampling, further, forbids=_stateful_option(params))
+                call = record.begin_journaled_call(ids, sampling, further, forbids=_stateful_option(params))
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
-            return self._from_journal(record, generation, call, prompt, sampling_params, params, request_id, more)
+            return self._answer_from_journal(
+                record, generation, call, prompt, sampling_params, params, request_id, more
+            )
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
-        answers = self._recorded(record, generation, outputs, sampling_params, params)
+        answers = self._record_outputs(record, generation, outputs, sampling_params, params)
         if generation is None or call is None:
             return answers
-        return self._journaled(generation, call, answers, request_id)
+        return self._record_in_journal(generation, call, answers, request_id)
 
-    async def _from_journal(
+    async def _answer_from_journal(
         self, record: Recording, generation: Generation, call: CallJournal, prompt: Any, raw_params: Any, params: Any,
         request_id: str, more: dict[str, Any],
     ) -> AsyncGenerator[Any]:
-        """Yield the whole answer to a call that the journal has at least in part. `raw_params`: the client's own."""
+        """Yield the whole answer to a call that the journal has in part. `raw_params`: params that the client sent."""
         tokenizer = self._llm.get_tokenizer()
 
         async def ask(ids: list[int], sampling: Sampling, request: str) -> list[Completion]:
-            """Return the engine's answers that the journal lacks, after the prompt `ids`."""
-            own_params = changed(params, {
+            """Have the engine generate answers that the journal lacks, after the prompt `ids`."""
+            own_params = with_changes(params, {
                 "n": sampling.n, "seed": sampling.seed, "max_tokens": sampling.max_tokens,
                 "min_tokens": sampling.min_tokens, "output_kind": output_kind("FINAL_ONLY"),
-                **read_at_the_end(params.stop, 0),
+                **whole_answer_fields(params.stop, 0),
             })
             own_prompt = {**prompt, "prompt_token_ids": ids}
             source = self._engine.outputs(own_prompt, own_params, record.adapter, request, **more)
             async with contextlib.aclosing(source) as outputs:
                 *_, (output, adapter) = [output async for output in outputs]
-            await with_texts(tokenizer, ids, own_params, output.outputs)
+            await add_texts(tokenizer, ids, own_params, output.outputs)
             return [completion_of(ids, answer, adapter=adapter) for answer in output.outputs]
 
         try:
@@ -274,28 +275,28 @@ class _RecordingClient:
         names_tokens = raw_params.logprobs == 0
         yield request_output(request_id, prompt, generation.completions, tokenizer if names_tokens else None)
 
-    async def _journaled(
+    async def _record_in_journal(
         self, generation: Generation, call: CallJournal, answers: AsyncGenerator[Any], request_id: str
     ) -> AsyncGenerator[Any]:
-        """Yield these answers while the run's journal records them, and their end before the client has it."""
-        with call.recorded(request_id) as recorded:
+        """Yield these outputs while the run's journal records them. Their end is recorded before it is yielded."""
+        with call.recording(request_id) as recorded:
             try:
                 async with contextlib.aclosing(answers):
                     async for output in answers:
                         if generation.completions is not None:
-                            await call.written(recorded, generation.completions)
+                            await call.record_end(recorded, generation.completions)
                         yield output
             except EngineError:
-                await call.written(recorded, None)
+                await call.record_end(recorded, None)
                 raise
 
-    async def _recorded(
+    async def _record_outputs(
         self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], raw_params: Any,
         params: Any,
     ) -> AsyncGenerator[Any]:
         """Yield vLLM's outputs; before the last one, set `generation.completions` to the whole answers.
 
-        `raw_params`: the client's own, which may ask for the text that `params` has vLLM not make.
+        `raw_params`: params that the client sent. They may want the text that `params` turn off in vLLM.
         """
         is_delta = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()
@@ -307,7 +308,7 @@ class _RecordingClient:
                     if generation is not None:
                         ids = ids or list(output.prompt_token_ids or ())
                         if raw_params.detokenize:
-                            await with_texts(tokenizer, ids, params, output.outputs)
+                            await add_texts(tokenizer, ids, params, output.outputs)
                         for part in output.outputs:
                             parts = answers.setdefault(int(part.index), [])
                             if not is_delta:  # this output has all of the answer so far
@@ -331,8 +332,8 @@ class _RecordingClient:
             raise
 
 
-def _text_alone(params: Any) -> bool:
-    """Return True if the client wants only the whole text, and no logprobs, which would need token names."""
+def _wants_text_only(params: Any) -> bool:
+    """Return True if the client wants only the whole text, without logprobs."""
     logprobs = (getattr(params, name, None) for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
     whole = params.output_kind == output_kind("FINAL_ONLY")
     return bool(whole and params.detokenize) and all(value is None for value in logprobs)
@@ -343,22 +344,22 @@ _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "i
 
 _STATEFUL = ("bad_words", "thinking_token_budget", "extra_args", "repetition_detection", "structured_outputs",
              "include_stop_str_in_output", "prompt_logprobs")
-"""Options with which vLLM would treat the kept part of an answer otherwise if it came as a prompt."""
+"""Options with which vLLM would treat the kept part of an answer differently if it was part of the prompt."""
 
 
 def _stateful_option(params: Any) -> str:
-    """Return the first of `_STATEFUL` that is set; empty: none."""
+    """Return the name of the first option of `_STATEFUL` that is set; empty if none is."""
     return next((name for name in _STATEFUL if getattr(params, name, None)), "")
 
 
 def _is_answerable(raw_params: Any) -> bool:
-    """Return True if the journal has all that the client asked for: tokens and their own logprobs."""
+    """Return True if the journal can answer the client: it keeps tokens and their own logprobs, and no others."""
     further = (getattr(raw_params, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
     return raw_params.logprobs in (None, 0) and not any(further)
 
 
 def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
-    """Return vLLM's SamplingParams as a `Sampling`, and a dict of their fields that a `Sampling` does not have."""
+    """Return vLLM's SamplingParams as a `Sampling`, and a dict of the fields that a `Sampling` does not have."""
     stop = params.stop or ()
     schema, further = "", {}
     structured = getattr(params, "structured_outputs", None)

@@ -1,8 +1,8 @@
 """Conversion of requests, answers and load figures between trinity_es and vLLM.
 
-vLLM makes text token by token, and a name for each token with a logprob, which nothing here reads: more than half of
-what a runner's process computes beside a small model (docs/PROFILES.md). So a caller that waits for the whole answer
-gets its text afterwards, from vLLM's own detokenizer. Requests with stop strings need the growing text, and keep it.
+vLLM decodes text token by token, and a name for each token with a logprob, which nothing here reads. With a small model
+that is more than half of a runner's own computing (docs/PROFILES.md). So if the caller waits for the whole answer, its
+text is decoded at the end, by vLLM's own detokenizer. Requests with stop strings need text step by step, and get it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "changed", "completion_of", "missing_fields", "output_kind", "partial_answers", "prompt_of_ids", "read_at_the_end",
-    "request_output", "sampling_params", "text_of", "whole_answer_params", "with_load",
-    "with_texts",
+    "add_texts", "completion_of", "load_reporting_llm", "missing_fields", "output_kind", "partial_answers",
+    "prompt_of_ids", "request_output", "sampling_params", "text_of", "whole_answer_fields", "whole_answer_params",
+    "with_changes",
 ]
 
 _EDGE = 8
-"""Number of a prompt's last tokens that show whether it ends within a character."""
+"""Number of last tokens of a prompt to decode, to see if it ends within a character."""
 _DETOKENIZING_COST = 16
-"""Cost of detokenizing a token step by step, in costs of tokenizing one."""
+"""Cost of detokenizing a token step by step, relative to tokenizing one."""
 
 
 def output_kind(name: str) -> Any:
@@ -40,18 +40,18 @@ def output_kind(name: str) -> Any:
 
 
 def prompt_of_ids(ids: list[int]) -> Any:
-    """Return a prompt in the form that vLLM takes as it is; for any other it uses a thread."""
+    """Return token ids as a prompt in vLLM's preprocessed form, for which vLLM needs no extra thread."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(ids)
 
 
 def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
-    """Return vLLM's `SamplingParams` with the fields `more`. Raises EngineError (`refused=True`) if vLLM rejects it."""
+    """Return `s` and the fields `more` as SamplingParams. Raises EngineError (`refused=True`) if vLLM refuses them."""
     from vllm import SamplingParams
 
     try:
-        structured = _structured(s.json_schema) if s.json_schema else None
+        structured = _structured_outputs(s.json_schema) if s.json_schema else None
         return SamplingParams(
             **{name: getattr(s, name) for name in SHARED}, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
             logprobs=s.top_logprobs if s.logprobs else None, stop=list(s.stop) or None, structured_outputs=structured,
@@ -62,16 +62,16 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
 
 
 def whole_answer_params(s: Sampling) -> Any:
-    """Return vLLM's SamplingParams of a request whose answer is read whole; the caller must not change them."""
+    """Return cached SamplingParams for a request whose answer is read only when whole; don't change them."""
     return (_whole_answer_params.__wrapped__ if s.json_schema else _whole_answer_params)(s)
 
 
-@lru_cache(maxsize=256)  # vLLM changes a copy, but notes its backend in those with a schema
+@lru_cache(maxsize=256)  # vLLM changes only a copy, except of those with a schema, which are not cached
 def _whole_answer_params(s: Sampling) -> Any:
-    return sampling_params(s, read_at_the_end(s.stop, s.top_logprobs))
+    return sampling_params(s, whole_answer_fields(s.stop, s.top_logprobs))
 
 
-def _structured(schema: str | Mapping[str, Any]) -> Any:
+def _structured_outputs(schema: str | Mapping[str, Any]) -> Any:
     """Return vLLM's StructuredOutputsParams for a JSON schema (text or mapping); {} allows any object."""
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -80,17 +80,17 @@ def _structured(schema: str | Mapping[str, Any]) -> Any:
 
 
 def missing_fields(unsaid: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Return a run's sampling as fields of vLLM's SamplingParams; its schema only if `params` have none."""
+    """Return `unsaid` (names of `Sampling`) as fields of SamplingParams; its schema only if `params` have none."""
     missing = {name: value for name, value in unsaid.items() if name != "json_schema"}
     if unsaid.get("json_schema") and params.structured_outputs is None:
-        missing["structured_outputs"] = _structured(unsaid["json_schema"])
+        missing["structured_outputs"] = _structured_outputs(unsaid["json_schema"])
     return missing
 
 
-def changed(params: Any, changes: Mapping[str, Any]) -> Any:
+def with_changes(params: Any, changes: Mapping[str, Any]) -> Any:
     """Return vLLM's SamplingParams with these fields changed, and checked again. Raises vLLM's own errors.
 
-    vLLM's engine checks them only in its input thread. An error there ends that thread, and the engine hangs.
+    Unchecked, an error would be raised in the input thread of vLLM's engine, which then ends, and the engine hangs.
     """
     from msgspec.structs import replace
 
@@ -98,7 +98,7 @@ def changed(params: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _top_logprobs(output: Any, count: int) -> list[list[tuple[int, float]]] | None:
-    """Return the `count` likeliest tokens at each place with their logprobs; None if none were asked for."""
+    """Return the `count` likeliest tokens at each position with their logprobs; None if `count` is 0."""
     if not count or output.logprobs is None:
         return None
     rows = (sorted(row.items(), key=lambda item: -item[1].logprob)[:count] for row in output.logprobs)
@@ -106,7 +106,7 @@ def _top_logprobs(output: Any, count: int) -> list[list[tuple[int, float]]] | No
 
 
 def _sampled_logprobs(logprobs: Any, ids: list[int]) -> list[float] | None:
-    """Return the logprob of each sampled token, which vLLM puts first at its place. Takes vLLM's flat form too."""
+    """Return the logprob of each sampled token, from vLLM's list of dicts or from its flat form."""
     if logprobs is None:
         return None
     starts = getattr(logprobs, "start_indices", None)
@@ -117,7 +117,7 @@ def _sampled_logprobs(logprobs: Any, ids: list[int]) -> list[float] | None:
 
 
 def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[str, int] | None = None) -> Completion:
-    """Return vLLM's output as a `Completion`. `top`: number of top logprobs; `adapter`: name and version."""
+    """Return vLLM's output as a `Completion`. `top`: number of top logprobs; `adapter`: its name and version."""
     ids = [int(t) for t in output.token_ids]
     spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
     return Completion(
@@ -128,11 +128,11 @@ def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[s
 
 
 def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Completion], tokenizer: Any) -> Any:
-    """Return whole answers in the form in which vLLM's server takes them; with a tokenizer they have logprobs."""
+    """Return whole answers as vLLM's RequestOutput. They have logprobs unless `tokenizer` is None."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def logprobs(answer: Completion) -> list[dict[int, Any]] | None:
-        """Return the sampled tokens' logprobs in vLLM's form: a dict for each place, by token id."""
+        """Return the sampled tokens' logprobs in vLLM's form: a dict by token id for each position."""
         if tokenizer is None or answer.logprobs is None:
             return None
         rows = zip(answer.token_ids, answer.logprobs, strict=True)
@@ -154,10 +154,10 @@ def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Co
 def partial_answers(
     llm: Any, request: str, start: Mapping[int, int], adapter: tuple[str, int] | None
 ) -> dict[int, Completion]:
-    """Return the new part of each answer of a request in flight, from the state that vLLM's AsyncLLM has of it.
+    """Return the new part of each answer to a request in flight, read from the state of vLLM's AsyncLLM.
 
-    vLLM collects all tokens in this process, so reading them costs nothing for each token. For versions before 0.32,
-    which do not label tokens with weights, it returns no parts.
+    vLLM collects all tokens in this process, so this adds no cost per token. Versions of vLLM before 0.32 do not label
+    tokens with their weights; for these it returns {}.
     """
     processor, parts = llm.output_processor, {}
     for name in getattr(processor, "external_req_ids", {}).get(request, ()):
@@ -178,16 +178,16 @@ def partial_answers(
     return parts
 
 
-def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:
-    """Return fields of vLLM's SamplingParams for an answer that is read only when whole.
+def whole_answer_fields(stop: Any, top_logprobs: int) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams that save work if an answer is read only when whole.
 
-    vLLM then makes text only if it looks for stop strings, and an object per logprob only if there are top logprobs.
+    vLLM then decodes text only to find stop strings, and makes an object per logprob only for top logprobs.
     """
     return {"detokenize": bool(stop), "flat_logprobs": top_logprobs == 0}
 
 
-async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: list[Any]) -> None:
-    """Set the texts of finished outputs if `read_at_the_end` turned vLLM's off; long ones are made in a thread."""
+async def add_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: list[Any]) -> None:
+    """Set the texts of finished outputs that vLLM did not decode (`whole_answer_fields`). Long ones use a thread."""
     if params.detokenize:
         return
 
@@ -199,7 +199,7 @@ async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: li
 
 
 def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], finish_reason: str | None) -> str:
-    """Return vLLM's text of a whole answer, without the token that ended it."""
+    """Return the text of a whole answer as vLLM decodes it, without the token that ended it."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     if has_byte_decoder(tokenizer) and params.skip_special_tokens and not params.stop:
@@ -214,20 +214,20 @@ def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], 
 
 
 def _text_at_once(backend: Any, prompt: list[int], ids: list[int]) -> str | None:
-    """Return the text of an answer's bytes; None if it may begin or end within a character.
+    """Return the text of an answer, decoded in one step; None if it may begin or end within a character.
 
-    vLLM leaves out a part of a character at the end, and after one at the end of the prompt repeats the prompt.
+    Then vLLM's text differs: it leaves out a cut character at the end, and repeats a prompt that ends in one.
     """
     before = backend.decode(prompt[-_EDGE:], skip_special_tokens=True) or backend.decode(prompt)
     text = str(backend.decode(ids, skip_special_tokens=True))
     return None if "\ufffd" in text or before.endswith("\ufffd") else text
 
 
-def with_load(llm_class: Any, arguments: Any, report: Callable[[EngineLoad], None]) -> Any:
+def load_reporting_llm(llm_class: Any, arguments: Any, report: Callable[[EngineLoad], None]) -> Any:
     """Return an AsyncLLM that calls `report` with its load after each step.
 
-    vLLM gathers the scheduler's figures only together with Prometheus metrics of each token and request. If the user
-    disabled those (`disable_log_stats`), only the scheduler's remain.
+    vLLM gathers its scheduler's figures only together with Prometheus metrics of each token and request. If the user
+    disabled those metrics (`disable_log_stats`), only the scheduler's figures are gathered.
     """
     llm = llm_class.from_engine_args(arguments, stat_loggers=[lambda config, index: _LoadReporter(config, report)])
     if arguments.disable_log_stats:
@@ -237,13 +237,13 @@ def with_load(llm_class: Any, arguments: Any, report: Callable[[EngineLoad], Non
 
 
 class _LoadReporter:
-    """A logger of statistics, as vLLM calls it."""
+    """Logger of statistics that vLLM calls after each step."""
 
     def __init__(self, config: Any, report: Callable[[EngineLoad], None]) -> None:
         self._report, self._most_running = report, config.scheduler_config.max_num_seqs
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
-        """Report the figures of one step; without `scheduler_stats` vLLM logs something else."""
+        """Report the load of one step. vLLM also calls this without `scheduler_stats`; then there is no load."""
         if scheduler_stats is not None:
             cache = scheduler_stats.prefix_cache_stats
             self._report(EngineLoad(

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight transfer: rank 0 of a group with all workers of all engines, by NCCL or (CPU) gloo."""
+"""Trainer's end of a weight transfer: rank 0 of a group with all workers of all engines, over NCCL or gloo (CPU)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECK_SECONDS = 0.05
 
 
 class GlooGroup:
-    """A gloo group of processes that share nothing else; rank 0 hosts the rendezvous."""
+    """Gloo group of otherwise independent processes; rank 0 hosts the rendezvous."""
 
     def __init__(
         self, address: str, port: int, rank: int, world_size: int, timeout: float = GLOO_SECONDS,
@@ -33,11 +33,11 @@ class GlooGroup:
         while is_master and not store.check([f"there/{other}" for other in range(1, world_size)]):
             if given_up.wait(CHECK_SECONDS) or time.monotonic() > until:
                 del store  # frees the port, though the error's traceback keeps this frame
-                raise TimeoutError("the engines did not join the weight transfer group")
+                raise TimeoutError(f"no engines joined the weight group at {address}:{port}: see the runners' logs")
         self.group = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, store_timeout)
 
     def broadcast(self, tensor: Any) -> None:
-        """Send a CPU tensor from rank 0, or fill it."""
+        """Broadcast a CPU tensor from rank 0; on other ranks it is filled with the received values."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
@@ -46,13 +46,13 @@ class GlooGroup:
 
 
 class WeightSender:
-    """Rank 0. The constructor blocks until every engine has joined; use it, and `send`, in a thread."""
+    """Rank 0 of a weight transfer. The constructor and `send` block on all engines: call them in a thread."""
 
     def __init__(
         self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS,
         given_up: threading.Event | None = None,
     ) -> None:
-        """Join the group. `device`: the GPU to send from, which no engine may use; None: gloo, ended by `given_up`."""
+        """Wait for all engines to join. `device`: GPU to send from, unused by engines; None: gloo, until `given_up`."""
         self.device = device
         self.group: Any
         if device is not None:
@@ -65,11 +65,11 @@ class WeightSender:
             self.group = GlooGroup(address, port, 0, world_size, timeout, given_up)
 
     def send(self, state: Mapping[str, Any]) -> None:
-        """Send all tensors (torch or numpy) in the order of their names; returns when every rank has them."""
+        """Send all tensors (torch or numpy) in the order of their names; return when every rank has them."""
         import torch
 
         def whole(value: Any) -> Any:
-            """Return a value as a torch tensor; of one that is sharded over processes, all shards together."""
+            """Return a value as a torch tensor; a tensor that is sharded over processes is gathered."""
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value)
             return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

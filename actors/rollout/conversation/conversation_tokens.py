@@ -1,4 +1,4 @@
-"""Conversations as token ids: prompts by the model's chat template, and whole conversations as experiences."""
+"""Conversations as token ids: prompts rendered by the chat template, and whole conversations as experiences."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Conversing", "Message", "experience_of", "plain_messages"]
 Message = dict[str, Any]
 
 _ANSWER = "Zq7"
-"""An answer whose text occurs in no template."""
+"""Text of a test answer, which occurs in no template."""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _log = logging.getLogger(__name__)
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return copies of the messages. Raises WorkflowError for anything but a list of mappings."""
+    """Return copies of the messages as dicts. Raises WorkflowError for anything but a list of mappings."""
     items = list(messages) if isinstance(messages, Iterable) else [messages]
     if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in items):
         raise WorkflowError(
@@ -38,7 +38,7 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def experience_of(c: Completion, prompt: Ids, prompt_text: str, spans: list[list[int]]) -> Experience:
-    """Return an answer as an experience. `prompt`: its prompt's ids; `spans`: which weights made which tokens.
+    """Return an answer as an experience. `prompt`: ids of its prompt; `spans`: `[version, start, end]` of its tokens.
 
     Raises WorkflowError for an answer without tokens.
     """
@@ -54,7 +54,7 @@ def experience_of(c: Completion, prompt: Ids, prompt_text: str, spans: list[list
 
 
 class Conversing:
-    """Base of models: rendering and tokenization of messages."""
+    """Base of models that renders and tokenizes messages."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -62,24 +62,25 @@ class Conversing:
 
     @property
     def context(self) -> int | None:
-        """Maximum tokens of prompt and answer together; None if unknown."""
+        """Maximum number of tokens of prompt and answer together; None if unknown."""
         return None
 
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the ids of a chat's prompt. Raises WorkflowError if the chat template refuses the messages.
+        """Return the token ids of a chat's prompt. `template`: variables for the chat template.
 
-        `template`: variables for the template.
+        Raises WorkflowError if the chat template refuses the messages.
         """
-        return _flat(self._template(messages, tools, tokenize=True, **_template_arguments(messages, template)))
+        arguments = _template_arguments(messages, template)
+        return _token_ids(self._apply_template(messages, tools, tokenize=True, **arguments))
 
     async def prompt_of(
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None,
         exact: Callable[[str], list[int] | None] | None = None,
     ) -> tuple[list[int], str | None]:
-        """Return the ids of a chat's prompt and its text (None if encoding the text gives other ids).
+        """Return the token ids of a chat's prompt, and its text (None if encoding the text gives other ids).
 
-        `exact` returns the ids for the prompt's text if it continues a sampled answer, else None. Raises EngineError if
-        the text is too long for the model, and like `render`.
+        `exact` gets this text and returns its ids if it continues a sampled answer, else None. Raises EngineError if
+        the text is too long for the model, and WorkflowError like `render`.
         """
         return await off_the_loop(is_large([messages, tools]), lambda: self._prompt(messages, tools, template, exact))
 
@@ -87,15 +88,15 @@ class Conversing:
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None,
         exact: Callable[[str], list[int] | None] | None,
     ) -> tuple[list[int], str | None]:
-        """Return what `prompt_of` does, in the calling thread."""
+        """Return what `prompt_of` returns; computed in the calling thread."""
         arguments = _template_arguments(messages, template)
-        text = self._template(messages, tools, tokenize=False, **arguments)
+        text = self._apply_template(messages, tools, tokenize=False, **arguments)
         ids: list[int] | None = None
         if isinstance(text, str):
             refuse_too_long(self.tokenizer, text, self.context)
-        # Only with a template that is a text, the ids are sure to be those of the rendered text.
+        # Only if the template is a text, the ids are certain to be those of the rendered text.
         if not isinstance(text, str) or not isinstance(getattr(self.tokenizer, "chat_template", None), str):
-            ids = _flat(self._template(messages, tools, tokenize=True, **arguments))
+            ids = _token_ids(self._apply_template(messages, tools, tokenize=True, **arguments))
             if not isinstance(text, str) or self.encode(text) != ids:
                 return ids, None
         continued = exact(text) if exact is not None else None
@@ -108,7 +109,7 @@ class Conversing:
         return decode(self.tokenizer, ids)
 
     def marks(self) -> Marks:
-        """Return the texts that the chat template writes around an answer, from short conversations that it renders."""
+        """Return the texts that the chat template writes around an answer, found by rendering short conversations."""
         question: list[Message] = [{"role": "user", "content": "q"}]
         whole_chat = [*question, {"role": "assistant", "content": _ANSWER}]
         try:
@@ -127,33 +128,33 @@ class Conversing:
     def earlier_prompts(
         self, messages: Sequence[Message], tools: Any, template: Mapping[str, Any] | None = None
     ) -> Iterator[str]:
-        """Yield the prompt before each answer in these messages, newest first."""
+        """Yield the rendered prompt before each answer in these messages, newest first."""
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") == "assistant" and messages[i - 1].get("role") != "assistant":
                 arguments = {"add_generation_prompt": True, **(template or {})}
-                yield str(self._template(list(messages[:i]), tools, tokenize=False, **arguments))
+                yield str(self._apply_template(list(messages[:i]), tools, tokenize=False, **arguments))
 
     def tokenized(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, limit: int | None = None
     ) -> Experience:
         """Return a whole conversation as one experience; the response begins with the first assistant turn.
 
-        action_mask is true on the assistant's tokens (with the end of turn), false on all others and the template's
-        marks. It comes from the chat template's {% generation %} marks, else from rendering the conversation turn by
-        turn. A turn that the template renders differently once others follow (it drops the reasoning, say) is masked,
-        and `info["untrained_turns"]` lists its message. `logprobs` are None. For any thread.
+        action_mask is true on the assistant's tokens (with the end of turn), and false on all others and the template's
+        marks. It comes from the chat template's {% generation %} marks, or else from rendering the conversation turn by
+        turn. A turn is masked if the template renders it differently once other turns follow (without reasoning, say);
+        `info["untrained_turns"]` has its message's index. `logprobs` are None. Callable from any thread.
 
         Tokens after `limit` are cut off: `truncate_status` is "response_truncated", or, if no token of the response is
         left, "prompt_truncated" with a mask that is all false.
 
-        Without an assistant turn the mask is all false, after a prompt of one token. Raises WorkflowError if all
+        Without an assistant turn the prompt is one token, and the mask is all false. Raises WorkflowError if all
         assistant turns are masked.
         """
         chat = plain_messages(messages)
         marked = self._template_mask(chat, tools)
         tokens, mask, untrained = self._mask_by_turns(chat, tools) if marked is None else (*marked, [])
         if True not in mask and any(m.get("role") == "assistant" for m in chat):
-            raise WorkflowError("the chat template gives the assistant's turns no tokens")
+            raise WorkflowError("the chat template renders no tokens for the assistant's turns: check their content")
         first = max(mask.index(True), 1) if True in mask else 1
         status = None
         if limit is not None and len(tokens) > limit:
@@ -174,14 +175,14 @@ class Conversing:
         """Return the sequence that ends with this turn as an experience, with its exact ids.
 
         The mask is true on the sampled tokens of the turns `learned` (default: all). `logprobs` are those of the
-        sampling, 0 for masked tokens; None if an answer has none. `info["sampling"]` is the last turn's;
-        `info["turn_sampling"]` that of each, if they differ. `info["untrained_turns"]` lists the assistant's messages
-        that were not sampled in this sequence: written by others, or rendered differently since.
+        sampling, 0 for masked tokens; None if an answer has none. `info["sampling"]` is that of the last turn,
+        `info["turn_sampling"]` that of each turn if they differ. `info["untrained_turns"]` lists the assistant's
+        messages that were not sampled in this sequence: others wrote them, or they are rendered differently now.
         """
         turns = [t for t in turn.chain() if learned is None or t in learned]
         mask = np.zeros(len(turn.tokens), dtype=bool)
         logprobs = np.zeros(len(turn.tokens), dtype=np.float32)
-        first = turns[0].begin  # the prompt's length, from which offsets of the response count
+        first = turns[0].begin  # the prompt's length; offsets of the response count from here
         spans, adapters = list[list[int]](), list[list[Any]]()
         for t in turns:
             mask[t.begin : len(t.tokens)] = True
@@ -212,7 +213,7 @@ class Conversing:
         )
 
     def _unsampled_messages(self, turn: Turn, messages: list[Message], tools: Any) -> list[int]:
-        """Return the indexes of the assistant's messages that are no answers of the sequence that ends with `turn`."""
+        """Return the indexes of the assistant's messages that are not turns of the sequence that ends with `turn`."""
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         chain = turn.chain()
         if len(chain) >= len(answers):
@@ -220,11 +221,11 @@ class Conversing:
         prompts = {t.rendered for t in chain}
         try:
             return [i for i in answers[:-1] if self._text(messages[:i], tools, answer=True) not in prompts]
-        except WorkflowError:  # a client's form of messages, which only the server can render
+        except WorkflowError:  # messages in a client's form, which only the engine's server can render
             return answers[: len(answers) - len(chain)]
 
     def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
-        """Return tokens, and mask by the template's {% generation %} marks; None if it has no marks, or no use."""
+        """Return tokens and mask by the template's {% generation %} marks; None if they are missing or mark nothing."""
         template = getattr(self.tokenizer, "chat_template", None)
         if not isinstance(template, str) or not _GENERATION_MARK.search(template):
             return None
@@ -239,7 +240,7 @@ class Conversing:
         return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
 
     def _mask_by_turns(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool], list[int]]:
-        """Return tokens, mask, and indices of the assistant's messages that render differently in the conversation."""
+        """Return tokens, mask, and indexes of the assistant messages that render differently once others follow."""
         tokens = self._tokens(messages, tools)
         text = self._text(messages, tools)
         mask = [False] * len(tokens)
@@ -252,17 +253,17 @@ class Conversing:
             before, after = messages[:i], messages[: i + 1]
             closed = self._text(after, tools)
             opened = self._text(before, tools, answer=True) if before else self._opening(closed, message)
-            # The generation prompt may hold text that the finished turn lacks ("<think>"): the turn begins after both.
+            # The generation prompt may have text that the finished turn lacks ("<think>"); the turn begins after both.
             begins = closed.startswith(opened) or (before and closed.startswith(self._text(before, tools)))
             if not begins or not text.startswith(closed):
                 untrained.append(i)
                 continue
-            # Compare tokens: two texts with a common start may differ in the token at its edge.
+            # Compare tokens, since two texts with a common start may differ in the token at its end.
             opening = self._tokens(before, tools, answer=True) if before else self.encode(opened)
             start = _common_length(opening, tokens)
             stop = _common_length(self._tokens(after, tools), tokens)
             if end_of_turn is not None and end_of_turn in tokens[start:stop]:
-                # the template's text after the end of a turn (often a newline) was not generated
+                # the model did not generate the template's text after the end of a turn (often a newline)
                 stop -= tokens[start:stop][::-1].index(end_of_turn)
             mask[start:stop] = [True] * (stop - start)
         if untrained and len(untrained) == answer_count:
@@ -273,19 +274,19 @@ class Conversing:
         return tokens, mask, untrained
 
     def _opening(self, text: str, first: Message) -> str:
-        """Return the text before a first message by the assistant: templates render no empty conversation."""
+        """Return the text before a first message by the assistant. Templates can't render an empty conversation."""
         asks = self.marks().asks
         before, separator, _ = text.partition(asks) if asks else ("", "", "")
         return before + separator if separator else text[: max(text.find(str(first.get("content"))), 0)]
 
     def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
-        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
+        return _token_ids(self._apply_template(messages, tools, tokenize=True, add_generation_prompt=answer))
 
     def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
-        return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
+        return str(self._apply_template(messages, tools, tokenize=False, add_generation_prompt=answer))
 
-    def _template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
-        """Return what the tokenizer's `apply_chat_template` does. Raises WorkflowError if that fails."""
+    def _apply_template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
+        """Call the tokenizer's `apply_chat_template`, and return its result. Raises WorkflowError if it fails."""
         if tools is not None:
             arguments["tools"] = tools
         try:
@@ -297,23 +298,22 @@ class Conversing:
 
 
 def _template_arguments(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template` for a prompt. A last message by the assistant is continued."""
+    """Return the arguments of `apply_chat_template` for a prompt, so that a last message by the assistant goes on."""
     if not messages:
-        raise WorkflowError("a chat needs at least one message")
+        raise WorkflowError("the list of messages is empty: a chat needs at least one")
     ends_with_assistant = messages[-1].get("role") == "assistant"
     return {"continue_final_message" if ends_with_assistant else "add_generation_prompt": True, **(template or {})}
 
 
 def _common_length(a: list[int], b: list[int]) -> int:
-    """Return the number of ids with which both lists begin."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
     return min(len(a), len(b))
 
 
-def _flat(rendered: Any) -> list[int]:
-    """Return the token ids from `apply_chat_template`: a list, or since transformers 5 a dict of one."""
+def _token_ids(rendered: Any) -> list[int]:
+    """Return token ids from the result of `apply_chat_template`: a list, or since transformers 5 a dict with one."""
     if hasattr(rendered, "keys"):
         rendered = rendered["input_ids"]
     return [int(t) for t in rendered]

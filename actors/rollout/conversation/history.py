@@ -1,4 +1,4 @@
-"""The answers of one run, for prompts that continue them and for experiences of whole conversations."""
+"""History of the answers of one run, from which prompts are continued and conversations become experiences."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Usage:
 
     requests: int = 0
     prompt_tokens: int = 0
-    """A prompt with n > 1 answers counts once."""
+    """Tokens of prompts; a prompt with n > 1 answers counts once."""
     response_tokens: int = 0
     min_version: int | None = None
-    """Oldest model version that made a token; None before the first request."""
+    """Oldest model version that generated a token; None before the first request."""
     max_version: int | None = None
     continued: int = 0
-    """Requests whose prompt continued an earlier answer."""
+    """Number of requests whose prompt continued an earlier answer."""
     forks: int = 0
-    """Prompts that began a new sequence, since the template renders earlier answers differently."""
+    """Number of prompts that began a new sequence because earlier answers in them were rendered differently."""
 
     def add_versions(self, *versions: int) -> None:
         all_versions = [*(v for v in (self.min_version, self.max_version) if v is not None), *versions]
@@ -44,16 +44,16 @@ class Usage:
 
 
 class Remembering(Conversing):
-    """Base of models that keep the prompts and answers of a run."""
+    """Base of models that keep the prompts and answers of one run."""
 
     def __init__(self) -> None:
         self.usage = Usage()
         self.turns = Turns(self.encode, self.decode, self.marks)
         self._request_count = 0
         self._tools: list[Any] = []
-        """The values of `tools` of this run's chats, without repetitions, the last used one last."""
+        """Distinct values of `tools` in this run's chats, the most recently used last."""
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
-        """The answers to each request, by its number, until they are extracted."""
+        """Answers to each request, by the request's number, until they are extracted."""
 
     def next_number(self) -> int:
         self._request_count += 1
@@ -62,7 +62,7 @@ class Remembering(Conversing):
     def exact_prompt(
         self, rendered: str, earlier_prompts: Callable[[], Iterable[str]] | None = None
     ) -> list[int] | None:
-        """Return the ids of a chat's prompt if it continues an answer of this run; see `Turns.prompt`."""
+        """Return the token ids of a chat's prompt if it continues an answer of this run, else None (`Turns.prompt`)."""
         ids = self.turns.prompt(rendered, earlier_prompts)
         self.usage.forks = self.turns.forks
         return ids
@@ -70,9 +70,9 @@ class Remembering(Conversing):
     def keep(
         self, number: int, answers: Sequence[tuple[Completion, Experience]], rendered: str | None = None
     ) -> list[Experience]:
-        """Keep the answers to request `number`; returns their experiences. `rendered`: a chat's prompt as text."""
+        """Keep the answers to request `number`, and return their experiences. `rendered`: text of a chat's prompt."""
         previous_turns: dict[int, Turn | None] = {}  # by `id` of the prompt, which answers to one request share
-        for completion, experience in answers:  # before any is recorded, which another would then not follow
+        for completion, experience in answers:  # found before any is recorded, so that all follow the same turn
             assert experience.tokens is not None
             if id(completion.prompt_token_ids) not in previous_turns:
                 prompt = experience.tokens[: experience.prompt_length]
@@ -93,7 +93,7 @@ class Remembering(Conversing):
         return [experience for _, experience in answers]
 
     def prompt_text(self, prompt: Ids) -> str:
-        """Return the text of a prompt; if each token decodes alone, only what follows this run's last answer in it."""
+        """Return the text of a prompt. Decode only what follows this run's last answer in it, if that is exact."""
         tokenizer: Any = self.tokenizer
         is_local = has_byte_decoder(tokenizer) and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         turn = self.turns.turn_before(prompt) if is_local else None
@@ -103,7 +103,7 @@ class Remembering(Conversing):
         return known + self.decode(prompt[len(turn.tokens) :])
 
     def extracted(self, clear: bool, per_request: bool) -> list[Experience]:
-        """Return the answers so far as experiences; see `Model.extract_experience_from_history`."""
+        """Return the answers so far as experiences, as `Model.extract_experience_from_history` says."""
         groups = sorted(self._history.items())
         for number, group in groups:
             for experience, _ in group:
@@ -115,7 +115,7 @@ class Remembering(Conversing):
             return [experience for experience, _ in answers]
         turns = {turn for _, turn in answers}
         followed_turns = {turn.previous for turn in turns if turn.previous in turns}
-        # Turns whose answers are trained on with a later one; an answer with its own reward stays separate.
+        # Turns that are trained on in a later turn's experience; an answer with its own reward stays separate.
         inner_turns = followed_turns - {turn for experience, turn in answers if experience.reward is not None}
         experiences, unlearned_turns = [], set(inner_turns)
         for experience, turn in answers:
@@ -123,16 +123,16 @@ class Remembering(Conversing):
                 continue
             learned = {turn, *unlearned_turns.intersection(turn.chain())}
             unlearned_turns -= learned
-            experiences.append(experience if len(learned) == 1 else self._joined(experience, turn, learned))
+            experiences.append(experience if len(learned) == 1 else self._joined_experience(experience, turn, learned))
         return experiences
 
     def experiences_of_ids(self, sequences: Sequence[KeptIds]) -> list[Experience]:
-        """Return the experiences of sequences that a client of this run put together.
+        """Return experiences of token sequences that a client of this run assembled.
 
-        A sequence is its ids, the (begin, end) of its answers in them, and its messages. The answers must have the
-        exact ids that this run sampled, else WorkflowError is raised. Each is trained on once: an answer that two
-        sequences share is masked in the second, and a sequence without further answers is dropped. Ids after the last
-        answer are cut off.
+        A sequence is its ids, the (begin, end) of its answers in them, and its messages. Raises WorkflowError if an
+        answer does not have the exact ids that this run sampled. Each answer is trained on once: if two sequences share
+        it, it is masked in the second, and a sequence without other answers is dropped. Ids after the last answer are
+        cut off.
         """
         experiences, learned_turns = list[Experience](), set[Turn]()
         for tokens, answers, messages in sequences:
@@ -160,16 +160,16 @@ class Remembering(Conversing):
         self._history = {}
         self.turns.clear()
 
-    def _joined(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
-        """Return the experience of the sequence up to `turn`, with all else from `last`, that of the turn alone."""
+    def _joined_experience(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
+        """Return one experience of the sequence up to `turn`. Reward, ids and the like are from `last`, its answer."""
         joined = self.sampled(turn, last.messages, last.tools, learned)
         joined.eid, joined.reward, joined.metrics = last.eid, last.reward, last.metrics
         joined.truncate_status = last.truncate_status
         joined.info = {**{k: v for k, v in last.info.items() if not k.endswith("_spans")}, **joined.info}
         return joined
 
-    def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
-        """Return the turn, index and tools of a conversation's newest sampled answer; None tools: try the run's."""
+    def _newest_sampled_answer(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
+        """Return turn, index and tools of a conversation's newest sampled answer. If `tools` is None, try the run's."""
         candidates = self._tools[::-1] if tools is None else [tools]
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") != "assistant":
@@ -179,8 +179,8 @@ class Remembering(Conversing):
                     return turn, i, candidate
         return None
 
-    def _answered_in(self, messages: Sequence[Message], tools: Any) -> bool:
-        """Return True if a text or a prompt of an answer of this run is in a conversation, though perhaps changed."""
+    def _has_answer_in(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Return True if the text or the prompt of some answer of this run is in a conversation."""
         prompts = {turn.rendered for turn in self.turns} - {None}
         texts = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
         for message in messages:
@@ -191,7 +191,7 @@ class Remembering(Conversing):
         return bool(prompts) and any(p in prompts for t in candidates for p in self.earlier_prompts(messages, t))
 
     def _last_turn(self, messages: Sequence[Message], tools: Any) -> Turn | None:
-        """Return the turn of a conversation's last answer; None if this run did not sample the answer."""
+        """Return the turn of the last answer in a conversation; None if this run did not sample it."""
         last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None

@@ -1,9 +1,9 @@
 """Turns of one run with the exact token ids that the model read and wrote, which later prompts continue.
 
 Tokenizing an answer's text again may give other ids than the model sampled. So a turn keeps its rendered prompt and its
-ids. If the text of a later prompt continues a turn (up to white space beside marks), its ids are the turn's plus those
-of the following text. If the template renders the turn differently once others follow (it drops the reasoning, or
-rewrites a tool call), a new sequence begins: a fork. Pure: texts and ids, no messages, no engine.
+ids. If the text of a later prompt continues a turn (up to white space beside marks), its ids are the turn's ids plus
+those of the following text. If the template renders the turn differently once others follow (it drops the reasoning, or
+rewrites a tool call), a new sequence begins: a fork. Pure: works on texts and ids, without messages and engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 
 _MARK = re.compile(r"(</?[^<>\s]+>|\[/?[A-Z_]+\])")
-"""Marks around the parts of an answer: `<tool_call>`, `</think>`, `[TOOL_CALLS]`."""
+"""Marks between the parts of an answer: `<tool_call>`, `</think>`, `[TOOL_CALLS]`."""
 _NO_REASONING = re.compile(r"<think>\s*</think>")
 _BLANK = re.compile(rf"(?:\s|{_NO_REASONING.pattern})*")
 
@@ -45,29 +45,29 @@ class Marks:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """One answer of the model with its prompt."""
+    """One answer of the model, with its prompt."""
 
     rendered: str | None
-    """The prompt as the chat template rendered it; None if it is no chat's."""
+    """The prompt as the chat template rendered it; None if the prompt was not a chat."""
     text: str
-    """The answer as its client got it, perhaps without special tokens."""
+    """The answer as the client got it, perhaps without special tokens."""
     tokens: Ids
     begin: int
     logprobs: Numbers | None
     info: Mapping[str, Any]
-    """From its experience: `version_spans`, `adapter_spans` and `splices` over the answer's tokens, `sampling`."""
+    """From the turn's experience: `version_spans`, `adapter_spans`, `splices` over the answer's tokens; `sampling`."""
     previous: Turn | None
-    """The turn whose tokens the prompt begins with."""
+    """Earlier turn whose tokens the prompt begins with."""
     is_cut: bool = False
-    """The answer was cut off, by its maximum length or for lack of room."""
+    """True if the answer was cut off at its maximum length or at the end of the context."""
     is_followed: bool = False
-    """Another turn continues it."""
+    """True if another turn continues this one."""
     has_experience: bool = False
-    """An experience was made of a conversation that ends with it."""
+    """True if an experience was made of a conversation that ends with this turn."""
     prompt_text: str | None = None
-    """The prompt's text as its ids decode, if it is known."""
+    """Text of the prompt's decoded ids, if known."""
     decoded_texts: tuple[str, str] | None = None
-    """Text of the answer's tokens with special tokens, and of all but the last token; set on first use."""
+    """Decoded text of all the answer's tokens, and of all but the last, with special tokens; set on first use."""
 
     def chain(self) -> list[Turn]:
         """Return the turns of the sequence that ends with this one, oldest first."""
@@ -92,7 +92,7 @@ class Turns:
         self._marks: Marks | None = None
         self._turns: list[Turn] = []
         self._by_length: dict[int, dict[int, list[Turn]]] = {}
-        """Turns by number of tokens, and by their hash: thousands of turns have few lengths."""
+        """Turns by number of tokens, then by hash of the tokens."""
         self._forked_prompts: set[str] = set()
 
     @property
@@ -102,7 +102,7 @@ class Turns:
 
     @property
     def forks(self) -> int:
-        """Number of prompts after an answer that the template rendered differently, or the client changed."""
+        """Number of prompts in which the template or the client changed an earlier answer."""
         return len(self._forked_prompts)
 
     def __len__(self) -> int:
@@ -115,11 +115,11 @@ class Turns:
         self._turns, self._by_length = [], {}
 
     def prompt(self, rendered: str, earlier_prompts: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
-        """Return the ids of a chat's prompt if it continues a turn; None if it is a first one or a fork.
+        """Return the ids of a chat's prompt if it continues a turn; None if it begins a conversation or is a fork.
 
-        `rendered` is the prompt's text. `earlier_prompts`, if known, returns the prompts before each answer in its
-        messages, newest first, and so tells a fork from another conversation. Without it, a prompt is a fork if it
-        begins like an earlier one and opens a further answer.
+        `rendered`: the prompt's text. `earlier_prompts`: returns the prompts before each answer in its messages, newest
+        first, which shows if the prompt is a fork or another conversation. Without it, a prompt is a fork if it begins
+        like an earlier prompt and asks for a further answer.
         """
         if not self._turns:
             return None
@@ -132,11 +132,11 @@ class Turns:
         return [*turn.tokens.tolist(), *self._tail_ids(turn, tail)]
 
     def turn_before(self, prompt: Sequence[int] | Ids) -> Turn | None:
-        """Return the longest turn whose exact tokens begin a prompt; of equal ones the last that none follows."""
+        """Return the longest turn whose exact tokens begin a prompt; of equal turns the last that no turn follows."""
         ids = np.asarray(prompt, dtype=np.int32)
         for length in sorted((n for n in self._by_length if n <= len(ids)), reverse=True):
             turns = self._by_length[length].get(_hash(ids[:length]), ())
-            equal = [t for t in turns if np.array_equal(t.tokens, ids[:length])]  # another turn may have the same hash
+            equal = [t for t in turns if np.array_equal(t.tokens, ids[:length])]  # hashes may collide
             if equal:
                 return next((t for t in reversed(equal) if not t.is_followed), equal[-1])
         return None
@@ -165,12 +165,11 @@ class Turns:
         return turn
 
     def last_turn(self, rendered: str, prompt: str, fit_of: Callable[[Collection[str]], Fit]) -> Turn | None:
-        """Return the turn of a conversation's last answer, preferring one without an experience among equal texts.
+        """Return the turn of a conversation's last answer; None if it was not sampled here, or several turns may fit.
 
-        None if the answer was not sampled here, or the client may have shortened several answers to it.
-
-        `rendered` is the conversation up to that answer, `prompt` the prompt before it; `fit_of` returns how well the
-        answer fits a turn with these texts (without and with special tokens).
+        Of turns with equal texts, one without an experience is preferred. `rendered`: text of the conversation up to
+        that answer; `prompt`: text of the prompt before it; `fit_of` returns how well the client's message fits a turn
+        with these texts (without and with special tokens).
         """
         candidates = [(fit_of(self._texts(turn)), turn) for turn in self._turns if turn.rendered == prompt]
         best = max((fit for fit, _ in candidates), default=Fit.NONE)
@@ -183,20 +182,20 @@ class Turns:
         return next((turn for turn in turns if not turn.has_experience), turns[-1])
 
     def end_of(self, turn: Turn) -> str:
-        """Return the text of the token that ended an answer, which its own text lacks; empty if it was cut off."""
+        """Return the text of the token that ended an answer, which `turn.text` lacks; empty if it was cut off."""
         whole, without_last = self._decoded_texts(turn)
         last = whole.removeprefix(without_last) if whole.startswith(without_last) else "\ufffd"
-        # A part of a character ends no answer, though an engine may have held it back.
+        # Part of a character is no end token, though an engine may have held it back.
         return "" if "\ufffd" in last or turn.text.endswith(last) else last
 
     def text_through(self, turn: Turn) -> str | None:
-        """Return the text of a turn's prompt and answer; None if it is unknown, or one may end within a character."""
+        """Return the text of a turn's prompt and answer; None if unknown, or if one may end within a character."""
         texts = [turn.prompt_text, self._decoded_texts(turn)[0]]
         known = [text for text in texts if text is not None and not text.endswith("\ufffd")]
         return "".join(known) if len(known) == 2 else None
 
     def _decoded_texts(self, turn: Turn) -> tuple[str, str]:
-        """Return the text of an answer's tokens with special tokens, and that of all but its last token."""
+        """Return the decoded text of all an answer's tokens, and of all but the last, with special tokens."""
         if turn.decoded_texts is None:
             sampled = turn.tokens[turn.begin :].tolist()
             turn.decoded_texts = self.decode(sampled), self.decode(sampled[:-1])
@@ -204,21 +203,23 @@ class Turns:
 
     # --- continuations of a turn --------------------------------------------------------------------------------------
     def _continued_turn(self, rendered: str) -> tuple[Turn, str] | None:
-        """Return the turn with the longest prompt such that a text begins with the prompt and answer, and the text
-        after the answer. Answers that match in all their white space go first."""
+        """Return the turn that a prompt's text continues, and the text after its answer; None if there is none.
+
+        Longer prompts go first, then answers whose white space matches too.
+        """
         candidates = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
         for length, group in itertools.groupby(sorted(candidates, key=_length, reverse=True), key=_length):
             turns, text_after_prompt = list(group), rendered[length:]
-            for tail_of in (self._tail, self._loose_tail):
+            for tail_of in (self._text_after_answer, self._loose_text_after_answer):
                 tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, text_after_prompt)) is not None]
                 if tails:
                     return max(tails, key=lambda pair: _rank(*pair))
         return None
 
-    def _tail(self, turn: Turn, rest: str) -> str | None:
-        """Return what follows the turn's answer in `rest`, the text after its prompt; None if another answer follows.
+    def _text_after_answer(self, turn: Turn, rest: str) -> str | None:
+        """Return the text after the turn's answer in `rest`, the text after its prompt; None if the answer differs.
 
-        The answer may stand there without the white space around it.
+        The answer may lack the white space around it.
         """
         if rest == "":
             return None  # the same prompt again
@@ -232,14 +233,14 @@ class Turns:
                     continue
                 tail_with_white = rest[len(opening) + len(core) :]
                 for tail in dict.fromkeys((tail_with_white.removeprefix(trailing_white), tail_with_white)):
-                    if self._begins_after_answer(tail, end):
+                    if self._can_follow_answer(tail, end):
                         return tail
         return None
 
-    def _loose_tail(self, turn: Turn, rest: str) -> str | None:
-        """Return what `_tail` returns, but ignore white space and blank reasoning beside the answer's marks.
+    def _loose_text_after_answer(self, turn: Turn, rest: str) -> str | None:
+        """Return the text after an answer as `_text_after_answer`, ignoring white space and blank reasoning at marks.
 
-        Clients strip the text before a tool call, drop it if it is blank, and add blank reasoning; templates write
+        Clients strip the text before a tool call, drop it if it is blank, and add blank reasoning. Templates write
         their own white space between the parts of an answer.
         """
         end = self.end_of(turn)
@@ -247,28 +248,28 @@ class Turns:
             position = _end_of_answer(text, rest)
             if position is not None:
                 for tail in (rest[position:], rest[_past_blank(rest, position) :]):
-                    if self._begins_after_answer(tail, end):
+                    if self._can_follow_answer(tail, end):
                         return tail
         return None
 
     def _texts(self, turn: Turn) -> Collection[str]:
-        """Return the texts that a client may send back: the one it got, and one with special tokens but for the end."""
+        """Return the texts that a client may send back: `turn.text`, and the text with special tokens but the end."""
         whole = self._decoded_texts(turn)[0].removesuffix(self.end_of(turn))
         return dict.fromkeys((turn.text, whole)).keys()
 
-    def _begins_after_answer(self, tail: str, end: str) -> bool:
-        """Return True if this text can follow a whole answer: it begins with the turn's `end`, or the template's."""
+    def _can_follow_answer(self, tail: str, end: str) -> bool:
+        """Return True if `tail` can follow a whole answer: it begins with the turn's `end` text, or the template's."""
         if tail == "":
             return end == ""
         closes = self.marks.closes
         return (end != "" and tail.startswith(end)) or (closes is not None and tail.startswith(closes))
 
     def _tail_ids(self, turn: Turn, tail: str) -> list[int]:
-        """Return the ids of the text after an answer, without an end of turn that was sampled already."""
+        """Return the ids of the text after an answer, without an end-of-turn token that was sampled already."""
         ids, end_id = self.encode(tail), int(turn.tokens[-1])
         if self.end_of(turn) and end_id in ids:
             count = ids.index(end_id) + 1
-            text_before = self.decode(ids[: count - 1])  # a template's mark before a sampled stop text must stay
+            text_before = self.decode(ids[: count - 1])  # a template's mark before a sampled stop text must be kept
             closes = self.marks.closes or ""
             if text_before.strip() == "" and (count == 1 or closes.startswith(self.decode(ids[:count]))):
                 return ids[count:]
@@ -279,7 +280,7 @@ class Turns:
     ) -> bool:
         """Return True if a prompt does not continue the newest answer in its conversation.
 
-        `continued`: the turn that it continues, and the text after its answer; `earlier_prompts` as in `prompt`.
+        `continued`: turn that it continues, and the text after that answer; `earlier_prompts`: as in `prompt`.
         """
         continued_prompt = "" if continued is None else continued[0].rendered or ""
         prompts = {t.rendered for t in self._turns if t.rendered is not None}
@@ -287,7 +288,7 @@ class Turns:
             return False
         if earlier_prompts is not None:
             newest_prompt = next((text for text in earlier_prompts() if text in prompts), None)
-            if newest_prompt is not None:  # else only the engine's own server can render these messages
+            if newest_prompt is not None:  # otherwise only the engine's own server can render these messages
                 return newest_prompt != continued_prompt
         asks = self.marks.asks
         for prompt in prompts:
@@ -301,13 +302,13 @@ class Turns:
 
 
 def _past_blank(text: str, position: int) -> int:
-    """Return the position after the white space and blank reasoning that stand at `position`."""
+    """Return the position after white space and blank reasoning that begin at `position`."""
     match = _BLANK.match(text, position)
     return match.end() if match else position
 
 
 def _end_of_answer(answer: str, rest: str) -> int | None:
-    """Return the position after an answer that `rest` begins with; None if it begins with another text.
+    """Return the position in `rest` after the answer; None if `rest` does not begin with the answer.
 
     White space and blank reasoning beside marks may differ.
     """
@@ -326,7 +327,7 @@ def _length(turn: Turn) -> int:
 
 
 def _rank(turn: Turn, tail: str) -> tuple[int, bool]:
-    """Rank turns by how far a text continues them, then by whether none follows."""
+    """Return a sort key: turns with a shorter text after them rank higher, then those that no turn follows."""
     return -len(tail), not turn.is_followed
 
 

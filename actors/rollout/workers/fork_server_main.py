@@ -1,11 +1,12 @@
-"""A template process, which imports the modules of workflows once, and forks workers and graders on demand.
+"""Template process, which imports the modules of workflows once, and forks workers and graders on demand.
 
 The first template of a runner is a new interpreter that has imported `workers/main.py`. For each module with workflows
-a template forks a child that imports it and becomes a template too: if the import fails, hangs or ends its process,
-only that child is lost. Threads, sockets, files and GPUs that a module opens on import do not survive a fork. Such a
-module is `unsafe`, and each worker imports it itself.
+a template forks a child, which imports the module and becomes a template too. If the import fails, hangs or ends its
+process, only that child is lost. Threads, sockets, files and GPUs that a module opens on import do not survive a fork.
+Such a module is `unsafe`, and each worker imports it itself.
 
-A template has one thread and does nothing by itself. It ends with its parent (PDEATHSIG), and its workers with it.
+A template has one thread and only executes the runner's orders. It ends with its parent (PDEATHSIG), and its workers
+with it.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _ENTROPY_BITS = 128
 
 
 class _Template:
-    """This process as a template; `end` is its end of the socket to the runner."""
+    """Template in this process; `end` is its end of the socket to the runner."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.children: dict[int, int] = {}
-        """The runner's number of each child, by pid."""
+        """Number that the runner gave each child, by pid."""
         self.generators: list[Any] = []
-        """Generators of numpy to reseed in each worker."""
+        """Random generators of numpy to reseed in each worker."""
 
     def serve(self) -> None:
-        """Execute orders until the runner is gone; a forked child executes its own first."""
+        """Execute the runner's orders until the runner is gone. A forked child executes its own order first."""
         wakeup_reader, wakeup_writer = socket.socketpair()  # readable after a signal, such as the end of a child
         wakeup_reader.setblocking(False)
         wakeup_writer.setblocking(False)
@@ -62,7 +63,7 @@ class _Template:
                 with contextlib.suppress(BlockingIOError):
                     while wakeup_reader.recv(4096):
                         pass
-                self.reap()
+                self.report_ended_children()
             if self.end not in readable:
                 continue
             data, fds = b"", list[int]()
@@ -74,23 +75,23 @@ class _Template:
             if not self.fork(number, own_sockets):  # in the child
                 self.end = socket.socket(fileno=fds[0])
                 self.children = {}
-                self.obey(order, *arguments)
-                # Only a child that imported a module gets here: it serves as a template.
+                self.execute(order, *arguments)
+                # Only a child that imported a module gets here, and serves as a template.
                 return self.serve()
             for fd in fds:
                 os.close(fd)
 
     def fork(self, number: int, own_sockets: list[socket.socket]) -> bool:
-        """Fork a child and report it by this number; returns False in the child, which closes these sockets."""
+        """Fork a child and report it under this number; return True. In the child, close the sockets; return False."""
         parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as e:
-            self.tell("failed", number, f"{type(e).__name__}: {e}")
+            self.send("failed", number, f"{type(e).__name__}: {e}")
             return True
         if pid:
             self.children[pid] = number
-            self.tell("forked", number, pid)
+            self.send("forked", number, pid)
             return True
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -99,25 +100,24 @@ class _Template:
         end_with_parent(parent)
         return False
 
-    def reap(self) -> None:
-        """Report the children that have ended."""
+    def report_ended_children(self) -> None:
         while self.children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
             number = self.children.pop(pid, None)
-            if number is not None:  # else a process that a module started on import
-                self.tell("ended", number, os.waitstatus_to_exitcode(status))
+            if number is not None:  # otherwise a module started this process on import
+                self.send("ended", number, os.waitstatus_to_exitcode(status))
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         """Send a message to the runner; exit if the runner is gone."""
         try:
             self.end.sendall(note(*message))
         except OSError:
             os._exit(1)
 
-    def obey(self, order: str, *arguments: Any) -> None:
-        """Work as a worker or a grader and exit, or import a module and return. Runs in a child."""
+    def execute(self, order: str, *arguments: Any) -> None:
+        """Work as a worker or grader and then exit, or import a module and return. Called in a forked child."""
         if order == "work":
             _name_process("worker")
             self.reseed()
@@ -129,30 +129,30 @@ class _Template:
             grader_main.answer(self.end)
             os._exit(1)
         try:
-            self.learn(*arguments)
+            self.import_module(*arguments)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    def learn(self, workflow: str) -> None:
-        """Import a workflow's module, and report whether workers may be forked afterwards."""
+    def import_module(self, workflow: str) -> None:
+        """Import a workflow's module. Report "ready" if workers may be forked now; else report why not, and exit."""
         files_before = _open_files()
         try:
             resolve(workflow, {}, "workflow")
         except UnknownWorkflow as e:
-            self.tell("refused", str(e))
+            self.send("refused", str(e))
             os._exit(0)
         defect = _fork_defect(files_before)
         if defect:
-            self.tell("unsafe", defect)
+            self.send("unsafe", defect)
             os._exit(0)
         self.generators = _unseeded_generators()
         gc.collect()
-        gc.freeze()  # else the first collection in each worker would copy these pages
-        self.tell("ready")
+        gc.freeze()  # otherwise the first garbage collection in each worker would copy these pages
+        self.send("ready")
 
     def reseed(self) -> None:
-        """Reseed the generators, so that workers draw different numbers. Python reseeds its own."""
+        """Reseed the random generators, so that workers draw different numbers. Python reseeds its own."""
         numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
         if numpy is not None:
             numpy.seed()
@@ -172,7 +172,7 @@ def _open_files() -> set[str]:
 
 
 def _fork_defect(files_before: set[str]) -> str:
-    """Return what the last imported module started or left open, after which this process must not be forked, or ""."""
+    """Return a message about threads or files that an imported module left, so that forks are unsafe; "" if none."""
     pid = os.fork()  # ends thread pools that handle forks themselves, such as numpy's
     if pid == 0:
         os._exit(0)
@@ -185,7 +185,7 @@ def _fork_defect(files_before: set[str]) -> str:
 
 
 def _unseeded_generators() -> list[Any]:
-    """Return numpy generators that modules made without a seed; seeded ones give all workers the same numbers."""
+    """Return the numpy generators that modules made without a seed. Seeded ones stay equal in all workers."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return []
@@ -204,13 +204,13 @@ def _name_process(name: str) -> None:
 
 
 def main() -> None:
-    """Work as the first template of a runner. Arguments: socket's fd, runner's pid, log file."""
+    """Work as the first template of a runner. Command line: the socket's fd, the runner's pid, a log file."""
     _, fd, runner_pid, log_file = sys.argv
     del sys.argv[1:]
     end_with_parent(int(runner_pid))
     _name_process("worker-template")
-    worker_main.refuse_group_signals()  # also by modules that are imported here
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
+    worker_main.refuse_group_signals()  # also for modules that are imported here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group, and the runner handles it
     faulthandler.enable()
     if log_file:
         line_format = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -219,7 +219,7 @@ def main() -> None:
     template = _Template(socket.socket(fileno=int(fd)))
     gc.collect()
     gc.freeze()
-    template.tell("ready")
+    template.send("ready")
     try:
         template.serve()
     except BaseException:

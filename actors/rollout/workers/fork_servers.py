@@ -1,4 +1,4 @@
-"""The runner's side of the template processes (`fork_server_main.py`) of one `WorkerPool`, which start on demand."""
+"""The runner's side of template processes (`fork_server_main.py`), from which workers and graders are forked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowErro
 __all__ = ["START_SECONDS", "Child", "Templates", "describe_exit"]
 
 START_SECONDS = 120.0
-"""How long a process may take until it is ready, or a workflow's module to be imported."""
+"""Maximum time for a process to become ready, or for the import of a workflow's module."""
 FORK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
 
@@ -29,25 +29,25 @@ _log = logging.getLogger(__name__)
 
 
 class Child:
-    """A process that a template forks for the runner: a worker, a grader or another template."""
+    """Process that a template forks for the runner: a worker, a grader or another template."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
-        """Its pid. Raises StartupError if it could not be forked."""
+        """Resolves to the pid; raises StartupError if the process could not be forked."""
         self.exit_status: asyncio.Future[int | None] = loop.create_future()
-        """Its exit status once it has ended; None if it ended because its template did."""
+        """Resolves to the exit status when the process has ended; to None if it ended with its template."""
         self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def pid(self) -> int | None:
-        """Its process id until it has ended, so that it can't be another process's."""
+        """Process id; None before the fork, and after the process ended, when another process may have the id."""
         if self.exit_status.done() or not self.forked.done() or self.forked.exception() is not None:
             return None
         return self.forked.result()
 
     def note_end(self, status: int | None, why: str) -> None:
-        """Note that it ended with this exit status, or (with the reason `why`) was not started."""
+        """Resolve both futures, since the process ended with this exit status, or was not forked because of `why`."""
         if not self.forked.done():
             self.forked.set_exception(StartupError(f"a worker process could not be started: {why}"))
         if not self.exit_status.done():
@@ -55,7 +55,7 @@ class Child:
 
 
 class _Template:
-    """The runner's side of one template process, with this end of the socket to it."""
+    """The runner's side of one template process; `end` is the runner's end of the socket to it."""
 
     def __init__(self, end: socket.socket, process: Child | subprocess.Popen[bytes]) -> None:
         self.end, self.process = end, process
@@ -63,13 +63,13 @@ class _Template:
         self.last_number = 0
         self.fork_lock = asyncio.Lock()
         self.first_message: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        """`ready`, `unsafe` or `refused`, and why; `ended` if it ended before it sent one of these."""
+        """Kind and reason: `ready`, `unsafe` or `refused`; `ended` if the process ended before it sent one of these."""
         self.is_alive = True
         end.setblocking(False)
         asyncio.get_running_loop().add_reader(end, self._read)
 
     async def fork(self, child: Child, child_end: socket.socket, order: str, *arguments: Any) -> None:
-        """Have the process fork a child with this end of a socket, which executes the order. Raises StartupError."""
+        """Have the template fork a child that gets this end of a socket and executes the order. Raises StartupError."""
         async with self.fork_lock:
             if not self.is_alive:
                 raise StartupError("a worker process could not be started: the process that forks it ended")
@@ -88,17 +88,17 @@ class _Template:
             child.forked.result()
 
     def close(self) -> None:
-        """Kill the process, and with it those that it forked."""
+        """Kill the template process; the processes that it forked end with it."""
         self.disconnect()
         if isinstance(self.process, Child):
             if (pid := self.process.pid) is not None:
-                with contextlib.suppress(ProcessLookupError):  # its end was not reported yet
+                with contextlib.suppress(ProcessLookupError):  # it has ended, which was not reported yet
                     os.kill(pid, signal.SIGKILL)
         elif self.process.poll() is None:
             self.process.kill()
 
     def _read(self) -> None:
-        """Take one message of the process, called when its socket is readable."""
+        """Read and handle one message of the template process. Called when its socket is readable."""
         try:
             data = self.end.recv(MOST)
         except BlockingIOError:
@@ -121,7 +121,7 @@ class _Template:
             self.first_message.set_result((kind, *rest, "")[:2])  # `ready` comes without a reason
 
     def disconnect(self) -> None:
-        """Close the socket, after which the process ends, and note the end of its children with it."""
+        """Close the socket, which ends the template process, and mark its children as ended."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -135,31 +135,32 @@ class _Template:
 
 
 class Templates:
-    """Template processes of one runner. Workflows log to `log_file`."""
+    """Template processes of one runner, started on demand. Workflows log to `log_file`."""
 
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None  # of the first template
         self._templates: dict[str, asyncio.Task[_Template | None]] = {}
-        """Template by module; None: each worker imports it itself. The first one, without workflows, is under ""."""
+        """Template by module; None if each worker imports the module itself. The first template has the key ""."""
         self._newest: _Template | None = None
-        """The last template that imported a module. The next is forked from it, so that they share memory."""
+        """Template that imported a module last. The next template is forked from it, so that they share memory."""
 
     async def prepare(self, workflow: str) -> bool:
-        """Import a workflow's module in a template process; return False if each worker has to import it itself.
+        """Import a workflow's module in a template process. Return False if each worker must import it itself.
 
-        Raises UnknownWorkflow if that fails, WorkflowError if it hangs or ends the process, StartupError.
+        Raises UnknownWorkflow if the import fails, WorkflowError if it hangs or ends the process, StartupError if there
+        is no process for it.
         """
         return await self._template(workflow) is not None
 
     async def fork(self, workflow: str, child: Child, child_end: socket.socket, order: str = "work") -> bool:
-        """Fork a worker (or by `grade` a grader); return False if it must import the module. Raises like `prepare`."""
+        """Fork a worker (`grade`: a grader). Return False if it must import the module. Raises like `prepare`."""
         template = await self._template(workflow)
         await (template or await self._base()).fork(child, child_end, order)
         return template is not None
 
     def forget(self, workflow: str) -> None:
-        """End the template of this workflow's module, since no worker will need it."""
+        """End the template of this workflow's module, which no worker will need. One with children stays."""
         task = self._templates.get(_module(workflow))
         template = task.result() if task is not None and task.done() and not task.exception() else None
         if template is not None and not template.children:
@@ -167,7 +168,7 @@ class Templates:
             template.close()
 
     async def close(self) -> None:
-        """End all template processes, and with them the processes that they forked."""
+        """End all template processes; the processes that they forked end with them."""
         for task in self._templates.values():
             task.cancel()
         templates = [t.result() for t in self._templates.values() if t.done() and _is_usable(t)]
@@ -186,13 +187,13 @@ class Templates:
         return await self._cached(_module(workflow), lambda: self._fork_template(workflow))
 
     async def _base(self) -> _Template:
-        """Return the first template, which has imported no workflow."""
+        """Return the first template, which has imported no workflow, and start it if needed."""
         template = await self._cached("", self._start_base)
         assert template is not None
         return template
 
     async def _cached(self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]) -> _Template | None:
-        """Return a module's template, made by `make` unless there is one that lives."""
+        """Return a module's live template. If there is none, `make` it; concurrent calls share one."""
         task = self._templates.get(module)
         if task is None or (task.done() and not _is_usable(task)):
             task = self._templates[module] = asyncio.create_task(make())
@@ -200,7 +201,7 @@ class Templates:
         return await asyncio.shield(task)
 
     async def _fork_template(self, workflow: str) -> _Template | None:
-        """Return a new template that has imported the workflow's module; None if it can't be forked after that."""
+        """Return a new template that has imported the workflow's module; None if the import makes forks unsafe."""
         parent = self._newest if self._newest is not None and self._newest.is_alive else await self._base()
         own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child = Child()
@@ -225,7 +226,8 @@ class Templates:
                     raise WorkflowError(f"{workflow} can't be imported: the import {describe_exit(status)}")
             raise StartupError(f"{workflow} could not be imported: the process that was importing it ended")
         except TimeoutError:
-            raise WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s") from None
+            raise WorkflowError(f"the import of {workflow} took more than {START_SECONDS:.0f} s: do slow work when a "
+                                "run needs it, not on import") from None
         finally:
             if self._newest is not template:
                 template.close()
@@ -240,7 +242,7 @@ class Templates:
         arguments = [str(child_end.fileno()), str(os.getpid()), self.log_file]
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:
-            # Not in a pool's thread: PDEATHSIG is sent when the thread that started the process ends.
+            # Not in a pool's thread, since PDEATHSIG is sent when the thread that started the process ends.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", code, *arguments], stdin=subprocess.DEVNULL,
                 pass_fds=[child_end.fileno()], env=environment,
@@ -266,7 +268,7 @@ class Templates:
 
 
 def _is_usable(task: asyncio.Task[Any]) -> bool:
-    """Return True if a finished task made a template that lives, or found that each worker has to import the module."""
+    """Return True if a finished task's result still holds: a live template, or None for an unsafe module."""
     if task.cancelled() or task.exception() is not None:
         return False
     template = task.result()
@@ -278,7 +280,7 @@ def _module(workflow: str) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """Return how a process ended, as the rest of a sentence after its name."""
+    """Return how a process ended, as the predicate of a sentence: "ended its process with exit status 1"."""
     if status >= 0:
         return f"ended its process with exit status {status}"
     hint = " (kill -9, or the machine was out of memory)" if status == -signal.SIGKILL else ""

@@ -1,4 +1,4 @@
-"""A grader process: it calls one function, sends the result, and waits until `Graders` kills its process group."""
+"""Grader process: it calls one function, sends the result, and waits until `Graders` kills its process group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TRACEBACK_CHARACTERS = 3000
 
 
 def answer(end: socket.socket) -> None:
-    """Work as a grader with this end of the socket; returns when the other end is closed."""
-    os.setsid()  # so that its children are killed with it
+    """Work as a grader on this end of the socket; return when the other end is closed."""
+    os.setsid()  # so that child processes are killed with this one
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pid, stream = os.getpid(), end.makefile("rb")
     head = stream.read(LENGTH.size)
@@ -37,7 +37,7 @@ def answer(end: socket.socket) -> None:
 
 
 def _call_result(request: dict[str, Any]) -> bytes:
-    """Call the requested function; return its value or error as the JSON of the answer."""
+    """Call the requested function, and return its value or error as the answer's JSON."""
     try:
         function: Any = resolve(request["function"], {}, "grader")
         value = function(*request["args"], **request["kwargs"])

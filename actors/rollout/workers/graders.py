@@ -1,10 +1,10 @@
 """Grader processes: each call of a reward function runs in a process of its own, which can be killed.
 
 A grader is forked for one call from a fork server (`workers/fork_servers.py`) that has imported the function's module,
-so no call sees another one's memory, signals or globals. If it exceeds its time or memory, ends its process or raises,
-that is a GraderError: the answer's reward is unknown, so its run fails with kind `grader` instead of a zero.
+so calls do not share memory, signals or globals. If a call exceeds its time or memory, ends its process or raises, that
+is a GraderError. The answer's reward is then unknown, so its run fails with kind `grader` and does not get a zero.
 
-It shares the runner's machine, user and network, so it protects against faults, not against attacks.
+A grader has the runner's machine, user and network, so it protects against faults, not against attacks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ GRADER_SECONDS = 10.0
 GRADER_BYTES = 2 * 1024**3
 ANSWER_BYTES = 4 * 1024**2
 REWARD_CALLER = "trinity_es.workflows.rewards:rewarded"
-"""Function that calls a task's reward; errors name the reward instead."""
+"""Function that calls a task's reward. Errors name the reward instead of this function."""
 CHECK_SECONDS = 0.03
-"""Interval between checks of a grader's memory. With an rlimit, libraries take a MemoryError for a wrong answer."""
+"""Interval between checks of a grader's memory. An rlimit won't do: libraries take a MemoryError for a wrong answer."""
 
 
 class Graders:
-    """Graders of one runner, at most one per core of the machine, for the event loop of `templates`."""
+    """Graders of one runner, at most one per core of the machine, used on the event loop of `templates`."""
 
     def __init__(self, templates: Templates) -> None:
         self.templates = templates
@@ -45,7 +45,7 @@ class Graders:
     @classmethod
     @contextlib.asynccontextmanager
     async def alone(cls) -> AsyncIterator[Graders]:
-        """Context that gives Graders with templates of their own."""
+        """Make Graders with template processes of their own, which end with this context."""
         templates = Templates("")
         try:
             yield cls(templates)
@@ -56,11 +56,11 @@ class Graders:
         self, function: str, call: bytes, *, imports: str = "", timeout: float = GRADER_SECONDS,
         memory: int = GRADER_BYTES,
     ) -> Any:
-        """Call a function in a process of its own and return the result, which is plain JSON.
+        """Call a function in a process of its own and return its result, which is plain JSON.
 
-        `function` is its "module:name", `call` the JSON of its list of arguments and dict of keyword arguments. The
-        process is forked from one that has imported the module of `imports`, by default the function's. `timeout` is in
-        seconds from the process's start, `memory` in bytes.
+        `function`: its "module:name"; `call`: JSON of its list of arguments and dict of keyword arguments; `imports`:
+        module that the process has imported before, by default the function's; `timeout`: seconds from the process's
+        start; `memory`: limit in bytes.
 
         Raises GraderError, or the function's own TrinityError; UnknownWorkflow if its module can't be imported;
         StartupError if no process could be started.
@@ -93,10 +93,10 @@ class Graders:
 
 
 async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int) -> dict[str, Any]:
-    """Return a grader's answer. Raises GraderError if it takes too long or too much memory, or ends without one."""
+    """Return a grader's answer. Raises GraderError if it takes too much time or memory, or ends without an answer."""
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
-    reading = asyncio.create_task(_read(reader))
+    reading = asyncio.create_task(_read_answer(reader))
     futures: set[asyncio.Future[Any]] = {reading, child.exit_status}
     try:
         while True:
@@ -106,38 +106,38 @@ async def _answer(name: str, child: Child, reader: asyncio.StreamReader, timeout
             if reading.done() or child.exit_status.done():
                 break
             if seconds_left <= 0:
-                raise GraderError(f"the grader {name} did not end within {timeout:g} s")
-            used_memory = _memory(child)
+                raise GraderError(f"the grader {name} did not end within {timeout:g} s: raise its timeout, or fix it")
+            used_memory = _memory_bytes(child)
             if used_memory > memory:
                 raise GraderError(f"the grader {name} took {used_memory >> 20:,} MiB of memory: the limit is "
-                                  f"{memory >> 20:,} MiB")
+                                  f"{memory >> 20:,} MiB. Raise its memory, or let it use less")
         await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # its answer may still be in the socket
         if reading.done() and not reading.exception():
             answer: dict[str, Any] = orjson.loads(reading.result())
             return answer
     except ValueError:
-        raise GraderError(f"the grader {name} wrote to its socket, which only the runner uses") from None
+        raise GraderError(f"the grader {name} wrote to its socket to the runner: use no file but your own") from None
     finally:
         reading.cancel()
     await asyncio.wait({child.exit_status}, timeout=EXIT_SECONDS)
     if not child.exit_status.done():
-        raise GraderError(f"the grader {name} closed its socket to the runner")
+        raise GraderError(f"the grader {name} closed its socket to the runner: close only files of your own")
     status = child.exit_status.result()
     if status is None:
         raise StartupError("a grader ended because the process that forked it ended")
     raise GraderError(f"the grader {name} {describe_exit(status)}")
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    """Return the grader's one message. Raises EOFError if it is cut off or too long."""
+async def _read_answer(reader: asyncio.StreamReader) -> bytes:
+    """Return the grader's only message. Raises EOFError if it is cut off or too long."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > ANSWER_BYTES:
         raise EOFError
     return await reader.readexactly(length)
 
 
-def _memory(child: Child) -> int:
-    """Return the bytes of memory that a process uses; 0 if it has ended."""
+def _memory_bytes(child: Child) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended."""
     pid = child.pid
     try:
         return 0 if pid is None else int(psutil.Process(pid).memory_info().rss)
@@ -146,9 +146,9 @@ def _memory(child: Child) -> int:
 
 
 def _kill(child: Child) -> None:
-    """Kill a grader and its process group, which has the processes that the function started."""
+    """Kill a grader and its process group, to which the function's child processes belong."""
     if not child.forked.done() or child.forked.exception() is not None:
-        return  # if it still starts, the closed socket ends it
+        return  # if it is still starting, the closed socket ends it
     for kill, pid in ((os.kill, child.pid), (os.killpg, child.forked.result())):
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,9 +1,9 @@
-"""A worker process, which plays sync workflows and sends its models' calls over a pipe (`workers/protocol.py`).
+"""Worker process, which runs sync workflows and sends their model calls over a pipe to the runner (`protocol.py`).
 
-It ends by itself after the runner: by PDEATHSIG (Linux), with its template, and at the end of its pipe.
+It ends by itself after the runner: by PDEATHSIG (Linux), with its template process, and at the end of its pipe.
 
-Any thread may call `generate`, `chat` and the like, which block it; the `*_async` methods work on any event loop of the
-workflow's own. `model.model_version` and `model.usage` are as of the last answer through the pipe.
+Any thread may call the blocking `generate`, `chat` and the like; the `*_async` methods work on any event loop that the
+workflow starts. `model.model_version` and `model.usage` are those of the last answer over the pipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, cast
 from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugin_lookup import resolve
-from trinity_es.actors.rollout.leases import RunLeases, driven
+from trinity_es.actors.rollout.leases import RunLeases, run_without_loop
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.recorded_steps import RunSteps
 from trinity_es.actors.rollout.run_journal import RunJournal
@@ -37,9 +37,11 @@ from trinity_es.events.values import BatchId, Task, task_from_dict
 
 __all__ = ["play"]
 
+_RUN_OVER = "the run is over, and its model can't answer: let `run` wait for the workflow's threads"
 
-class _Link:
-    """The worker's end of the pipe. One thread reads it, any thread may call."""
+
+class _RunnerConnection:
+    """The worker's end of the pipe to the runner. One thread reads it; any thread may send calls."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end, self.stream = end, end.makefile("rb")
@@ -47,22 +49,22 @@ class _Link:
         self.send_lock = threading.Lock()
         self.call_numbers = itertools.count()
         self.results: dict[int, Future[Any]] = {}
-        """Result of each call that the runner has not answered, by the call's number."""
+        """Future result of each call that the runner has not answered, by the call's number."""
         self.orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.play_number = 0
-        """Number of the run that plays now; 0: none."""
+        """Number of the current run; 0 if there is none."""
         self.models: dict[int, _RemoteModel] = {}
 
     def send(self, *message: Any) -> None:
-        """Send a message to the runner. Ends this process if the workflow forked it."""
-        if os.getpid() != self.pid:  # a fork by the workflow that returned from `run`
+        """Send a message to the runner. In a process that the workflow forked, exit instead."""
+        if os.getpid() != self.pid:  # a fork by the workflow, which returned from `run`
             os._exit(1)
         data = frame(*message)
         with self.send_lock:
             self.end.sendall(data)
 
     def read(self) -> None:
-        """Read the runner's messages, in a thread of its own, until the pipe is closed; then end the process."""
+        """Read the runner's messages until the pipe is closed, then end the process. Runs in a thread of its own."""
         try:
             while len(head := self.stream.read(LENGTH.size)) == LENGTH.size:
                 kind, *rest = pickle.loads(self.stream.read(*LENGTH.unpack(head)))
@@ -79,7 +81,7 @@ class _Link:
     def take_answer(
         self, play_number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any
     ) -> None:
-        """Set the result of a call from the runner's answer; `version` and `usage` are of the model at `index`."""
+        """Set the result of a call from the runner's answer. `version`, `usage`: those of the model at `index`."""
         future = self.results.pop(call, None)
         if future is None:
             return
@@ -98,7 +100,7 @@ class _Link:
     def call(
         self, play_number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None
     ) -> Future[Any]:
-        """Return the future result of a method of the runner's model at `index`, or of its part `what`.
+        """Call a method of the runner's model at `index`, or of its part `what`; return the future result.
 
         Raises WorkflowError if the run with this number is over.
         """
@@ -106,32 +108,32 @@ class _Link:
             raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
         arguments = pickle.dumps((args, kwargs or {}), protocol=pickle.HIGHEST_PROTOCOL)
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # now it can't be cancelled, so setting its result never fails
+        future.set_running_or_notify_cancel()  # so that it can't be cancelled, and setting its result never fails
         call = next(self.call_numbers)
         self.results[call] = future
-        if play_number != self.play_number:  # read after the entry above, so that `end_run` fails all that it misses
+        if play_number != self.play_number:  # checked after the entry above, so that `end_run` misses no call
             self.results.pop(call, None)
-            raise WorkflowError("the run is over: its model can't answer")
+            raise WorkflowError(_RUN_OVER)
         self.send("call", play_number, call, index, what, name, arguments)
         return future
 
     def end_run(self) -> None:
-        """End the run: its calls without an answer, and all later ones, raise WorkflowError."""
+        """End the run. Its unanswered calls, and all later ones, raise WorkflowError."""
         self.play_number, self.models = 0, {}
         for call in list(self.results):
             future = self.results.pop(call, None)
             if future is not None:
-                future.set_exception(WorkflowError("the run is over: its model can't answer"))
+                future.set_exception(WorkflowError(_RUN_OVER))
 
 
 class _RemoteTokenizer:
-    """The engine's tokenizer. Values of attributes are copies."""
+    """The engine's tokenizer, called over the pipe. Values of its attributes are copies."""
 
     def __init__(self, model: _RemoteModel) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method that calls the runner's tokenizer, or the value of another attribute from there."""
+        """Return a method that calls the runner's tokenizer, or a copy of another attribute's value."""
         if name.startswith("__"):
             raise AttributeError(name)
         is_method, value = True, None
@@ -153,7 +155,7 @@ class _RemoteTokenizer:
 
 
 class _RemoteLeases(RunLeases):
-    """Leases of a run in a worker process: each change goes over the pipe to the runner, which records it."""
+    """Leases of a run in a worker process. Each change is sent over the pipe to the runner, which records it."""
 
     def __init__(self, model: _RemoteModel) -> None:
         super().__init__()
@@ -163,11 +165,11 @@ class _RemoteLeases(RunLeases):
         return self._model.remote("leases", "report_and_wait", (lease, what, more))
 
     def close(self) -> None:
-        """Do nothing: the runner closes them however the run ends."""
+        """Do nothing, since the runner closes the leases however the run ends."""
 
 
 class _RemoteSteps(RunSteps):
-    """Recorded steps (`self.step`) of a run in a worker process: the runner writes them into its journal."""
+    """Recorded steps (`self.step`) of a run in a worker process. The runner writes them into its journal."""
 
     def __init__(self, model: _RemoteModel) -> None:
         super().__init__()
@@ -178,7 +180,7 @@ class _RemoteSteps(RunSteps):
 
 
 class _RemoteEngine:
-    """What a worker knows of the engine of the run's model `index`."""
+    """Name, version and sampling of the engine behind the run's model `index`."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -188,8 +190,6 @@ class _RemoteEngine:
 
 
 def _async_method(name: str) -> Any:
-    """Return a method that awaits the runner's method of this name."""
-
     async def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
 
@@ -197,7 +197,7 @@ def _async_method(name: str) -> Any:
 
 
 def _sync_method(name: str) -> Any:
-    """Return a method that blocks until the runner's method of this name has returned."""
+    """Return a method that calls the runner's method of this name and blocks until it returns."""
 
     def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", name, args, kwargs).result()
@@ -206,9 +206,9 @@ def _sync_method(name: str) -> Any:
 
 
 class _RemoteModel(Model):
-    """A model that passes its calls on to the runner's."""
+    """Model in a worker process that forwards its calls to the runner's model."""
 
-    def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
+    def __init__(self, link: _RunnerConnection, engine: _RemoteEngine) -> None:
         super().__init__(cast(Engine, engine), name=engine.name)
         self.sampling = engine.sampling
         self._link, self._play_number, self._remote_engine = link, link.play_number, engine
@@ -243,19 +243,19 @@ class _RemoteModel(Model):
     extract_experience_from_history = _sync_method("extract_experience_from_history")
 
     def openai_endpoint(self) -> Endpoint:
-        """Return the endpoint of the runner's model; the runner is asked once."""
+        """Return the endpoint of the runner's model, which the first call fetches."""
         if self._endpoint is None:
             self._endpoint = self.remote("model", "openai_endpoint").result()
         return self._endpoint
 
     async def aclose(self) -> None:
-        self._close_client()  # nothing here may wait (see `driven`); the runner ends the session
+        self._close_client()  # nothing here may wait (see `run_without_loop`); the runner closes the session
 
 
 class _Player(WorkflowRunner):
-    """A WorkflowRunner that plays in this thread. Nothing in it waits for an event loop."""
+    """WorkflowRunner that runs workflows in this thread. Nothing in it waits for an event loop."""
 
-    def __init__(self, link: _Link) -> None:
+    def __init__(self, link: _RunnerConnection) -> None:
         self.link = link
         self.engines = [_RemoteEngine(0)]
         self.auxiliary_engines: list[_RemoteEngine] = []
@@ -265,7 +265,7 @@ class _Player(WorkflowRunner):
         self, number: int, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range,
         models: list[tuple[str, Sampling, int]],
     ) -> None:
-        """Play runs of a task and send the result; `models`: name, sampling and version of each model."""
+        """Execute runs of a task and send the result. `models`: name, sampling and version of each model."""
         self.link.send("begun", number)
         self.link.play_number = number
         self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(models))]
@@ -273,7 +273,8 @@ class _Player(WorkflowRunner):
             engine.name, engine.sampling, engine.model_version = name, sampling, version
         self.auxiliary_engines = self.engines[1 : len(models)]
         self.engine_dead = None
-        result = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        own_task = task_from_dict(task, batch_id=batch_id, task_id=task_id)
+        result = run_without_loop(self.execute(own_task, batch_id, runs))
         self.link.end_run()
         try:
             data = Experience.serialize_many(result.experiences)
@@ -288,17 +289,17 @@ class _Player(WorkflowRunner):
         return [self._model(cast(Engine, engine), task, 0, journal) for engine in self.auxiliary_engines]
 
     def _model(self, engine: Engine, task: Task, run: int, journal: RunJournal | None) -> Model:
-        """Return a model whose calls the runner's answers, which has the task's sampling and the journal."""
+        """Return a model that forwards to the runner's, which has the task's sampling and the journal."""
         remote = cast(_RemoteEngine, engine)
         model = self.link.models[remote.index] = _RemoteModel(self.link, remote)
         return model
 
-    async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+    async def _run_in_thread(self, workflow: Any, timeout: float | None, context: Context) -> Any:
         return context.run(self._run_sync, workflow)
 
 
 def refuse_group_signals() -> None:
-    """Have `os.kill(0, ...)`, `os.killpg(0, ...)` and the like raise PermissionError: the group is the runner's."""
+    """Make signals to the own process group (`os.kill(0, ...)`) raise PermissionError, since it is the runner's."""
     kill, killpg = os.kill, os.killpg
 
     def refuse_own_group(group: int) -> None:
@@ -321,8 +322,8 @@ def refuse_group_signals() -> None:
 
 
 def play(end: socket.socket) -> None:
-    """Work as a worker process with this end of the pipe, until the runner's end is closed or an error ends it."""
-    link = _Link(end)
+    """Work as a worker process on this end of the pipe, until the other end is closed or an error occurs."""
+    link = _RunnerConnection(end)
     player = _Player(link)
     threading.Thread(target=link.read, name="pipe", daemon=True).start()
     try:

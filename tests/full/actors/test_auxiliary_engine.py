@@ -258,7 +258,8 @@ async def test_p15_a_judge_samples_by_its_own_config_and_not_by_the_tasks(host: 
     done = await runner.execute(replace(task, task_id=3), 1, range(2))
     assert [e.reward for e in done.experiences] == [3.0, 3.0], done.failures
     assert {s for _, s in judge.asked} == {Sampling(temperature=0.0, max_tokens=3)}
-    assert Counter(asked.engine.pool._homes.values()) == {"judge-0": 1}  # type: ignore[attr-defined]  # both runs are one task's
+    runners = asked.engine.pool._runner_by_key.values()  # type: ignore[attr-defined]
+    assert Counter(runners) == {"judge-0": 1}, "both runs are one task's"
 
 
 def test_p15_an_engine_class_without_a_tokenizer_of_its_own_says_what_it_needs() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.helpers.servers import free_port
-from trinity_es.actors.engines.http.client import LOOK_BYTES, http_client, up_to
+from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
 from trinity_es.actors.server_addresses import no_proxy_variables
 from trinity_es.events.errors import EngineError
 
@@ -149,10 +149,10 @@ async def test_an_answer_without_end_and_one_that_is_compressed_are_refused_and_
     async with server(wrong) as url, http_client(connect=5) as http:
         with pytest.raises(EngineError, match=rf"{url}/packed answers in the encoding 'gzip', .*: switch"):
             await http.get(f"{url}/packed")
-        with pytest.raises(EngineError, match=rf"{url}/x answers with more than {LOOK_BYTES:,} bytes"):
+        with pytest.raises(EngineError, match=rf"{url}/x answers with more than {MAX_BYTES:,} bytes"):
             await http.get(f"{url}/x?key=secret")
         with pytest.raises(EngineError, match=r"more than 100,000 bytes"):
-            await http.get(f"{url}/x", extensions=up_to(100_000))
+            await http.get(f"{url}/x", extensions=size_limit(100_000))
         for _ in range(500):
             if ended == 2:
                 break

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.endpoint import HELLO, TOKEN, Recorder, connected, posted, serving
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, MOST_TOKENS
-from trinity_es.actors.engines.schema_limits import oversized
+from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import http_server
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
@@ -107,7 +107,7 @@ async def test_so_is_a_regex_or_a_grammar(outputs: dict[str, Any]) -> None:
 def test_an_ordinary_schema_is_taken() -> None:
     date = {"type": "string", "pattern": r"^\d{4}-\d{2}$", "description": "as {2024}"}
     for schema in ({"properties": {"minItems": date, "pattern": date}}, {"type": "array", "maxItems": 10_000}):
-        assert oversized(schema) is None
+        assert exceeded_limit(schema) is None
 
 
 @pytest.mark.parametrize("n", ["4096", 4096.0])

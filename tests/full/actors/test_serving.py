@@ -300,7 +300,7 @@ async def test_what_is_no_request_is_told_in_openais_json() -> None:
             missed = await posted(server, CHAT, path)
             assert (missed.status_code, f"(POST {meant} is one)" in missed.json()["error"]["message"]) == (404, True)
         method = await posted(server, CHAT, "/v1/models")
-        assert (method.status_code, "asked with GET" in method.json()["error"]["message"]) == (405, True)
+        assert (method.status_code, "takes GET only" in method.json()["error"]["message"]) == (405, True)
         over = await posted(server, CHAT, "/s/gone/v1/chat/completions")
         assert over.status_code == 404
         assert "its run is over" in over.json()["error"]["message"]

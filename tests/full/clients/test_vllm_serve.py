@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.of_the_day import REAL, by_turns
 from tests.helpers.serving import Load, Serving, VLLMServed, client_of, post, recorded
 from tests.helpers.systems import pid_of
-from trinity_es.actors.engines.devices import cores
+from trinity_es.actors.engines.devices import usable_cores
 from trinity_es.events.experience_columns import ExperienceColumns
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_p36_c5_no_request_fails_while_weights_are_updated(
     assert {s.model_version for s in states.values()} == {0, 1, 2}
 
 
-@pytest.mark.skipif(len(cores()) < 4, reason="needs four cores: with fewer, two engines are bound by vLLM alone")
+@pytest.mark.skipif(len(usable_cores()) < 4, reason="needs four cores: with fewer, two engines are bound by vLLM alone")
 def test_two_engines_on_a_cpu_compute_on_cores_of_their_own(vllm_served: VLLMServed) -> None:
     log = vllm_served.client
     bound = []

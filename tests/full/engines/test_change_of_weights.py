@@ -81,7 +81,7 @@ async def test_when_the_old_weights_do_not_come_back_or_it_can_not_be_resumed_th
         await engine.load_weights(3, str(tmp_path / "new"))
     assert ended.value.details["dead"]
     assert llm.shut_down
-    with pytest.raises(EngineError, match="serves nothing"):
+    with pytest.raises(EngineError, match="the engine is dead"):
         await engine.generate("a", Sampling())
 
 

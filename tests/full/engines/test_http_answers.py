@@ -283,12 +283,12 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
         looked += 1
         return not server.going.is_set()
 
-    monkeypatch.setattr(VLLMServer, "paused", look)
+    monkeypatch.setattr(VLLMServer, "is_paused", look)
     await engine.server.ask("POST", "/pause", mode=mode)
     asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
     while looked < 20:
         await asyncio.sleep(0.01)
-    assert not await engine._test(), "a pause tells nothing of what the server can"
+    assert not await engine._test_server(), "a pause tells nothing of what the server can"
     assert engine.dead is None
     assert not any(request.done() for request in asked)
     await engine.server.resume()
@@ -386,7 +386,7 @@ async def test_what_keeps_a_server_from_being_met_is_what_its_engine_waits_for(
         return ""
 
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(VLLMServer, "started", nothing)
+    monkeypatch.setattr(VLLMServer, "start_time", nothing)
     engine = unmet(LosesLabels(tiny), tiny)
     starting = asyncio.create_task(engine.start())
     await until(lambda: engine.waits_for or starting.done())

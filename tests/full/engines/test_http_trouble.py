@@ -50,7 +50,7 @@ async def test_a_server_that_falls_silent_in_a_change_ends_the_engine(
 ) -> None:
     server = stand_in(tiny, tmp_path / "log", "--load-seconds", "2").start()
     monkeypatch.setattr(http_engine, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(vllm_http_api, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(vllm_http_api, "STATUS_SECONDS", 0.5)
     monkeypatch.setattr(vllm_http_api, "CONNECT_SECONDS", 0.5)
     with ended(server):
         async with met(server.ready(), tiny) as engine:
@@ -82,7 +82,7 @@ async def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(
 async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>sign in</html>"))
     server = VLLMServer("http://a:1", transport=transport)
-    for call in (server.label, server.paused, server.facts, lambda: server.tokenize("a"), server.pause):
+    for call in (server.label, server.is_paused, server.facts, lambda: server.tokenize("a"), server.pause):
         with pytest.raises(EngineError, match="an answer that is not in the format of vLLM: '<html>sign in</html>'"):
             await call()
     await server.close()
@@ -115,7 +115,7 @@ async def test_a_server_too_busy_to_say_who_it_is_fails_a_request_alone(
     with ended(server):
         async with met(server.ready(), tiny) as engine:
             with monkeypatch.context() as patched:
-                patched.setattr(vllm_http_api, "LOOK_SECONDS", 0.0)
+                patched.setattr(vllm_http_api, "STATUS_SECONDS", 0.0)
                 with pytest.raises(EngineError, match="does not answer") as failed:
                     await engine.generate("a", EIGHT)
             assert not failed.value.details.get("dead")

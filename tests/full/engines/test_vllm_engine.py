@@ -149,7 +149,7 @@ def test_vllm_makes_no_text_and_no_names_of_tokens_unless_it_looks_for_a_stop_in
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(vllm_engine, "with_texts", lambda _t, _i, params, _o: asyncio.sleep(0, seen.append(params)))
+    monkeypatch.setattr(vllm_engine, "add_texts", lambda _t, _i, params, _o: asyncio.sleep(0, seen.append(params)))
     for sampling in ({}, {"stop": ("a",)}, {"top_logprobs": 2}):
         ask(live, **sampling)
     assert [(p.detokenize, p.flat_logprobs) for p in seen] == [(False, True), (True, True), (False, False)]
@@ -317,7 +317,7 @@ def test_a_reload_that_fails_half_way_is_undone_to_the_last_weight(
 ) -> None:
     live.run(live.engine.load_weights(3, str(other)))
     before = live.run(live.engine.generate("c=", GREEDY))
-    monkeypatch.setattr(vllm_weights, "unloadable", lambda *_: None)  # it would see it, so vLLM never would
+    monkeypatch.setattr(vllm_weights, "why_unloadable", lambda *_: None)  # it would see it, so vLLM never would
     in_flight = live.spawn(live.engine.generate("d=", Sampling(max_tokens=200, ignore_eos=True)))
     with pytest.raises(SyncError, match="loaded again"):
         live.run(live.engine.load_weights(9, other_shape(tiny, tmp_path / "bad")))

@@ -159,7 +159,7 @@ def test_p36_who_has_no_key_and_who_asks_nonsense_is_told_so(served: tuple[Rollo
     assert httpx.get(root + "/nothing").status_code == 404
     assert "x-api-key" in httpx.get(root + "/stats").text
     told = httpx.get(root + "/feedback")
-    assert (told.status_code, "asked with POST" in told.text) == (405, True)
+    assert (told.status_code, "takes POST only" in told.text) == (405, True)
     for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
                         ("/v1/feedback", "/feedback"), ("/v1/commit", "/commit")):
         told = httpx.post(root + path, json={})

@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "start": ({"init_lora_weights": "pissa"}, "'pissa', which changes the base model's weights"),
     "rank": ({"r": 0}, "r in adapter_config.json is 0"),
     "pattern": ({"rank_pattern": {"x": "9"}}, "rank_pattern is {'x': '9'}: ranks must be"),
-    "high": ({"rank_pattern": {"up_proj": 9}}, "its rank is 9, and engines take at most 8: raise explorer"),
+    "high": ({"rank_pattern": {"up_proj": 9}}, "its rank is 9, and engines take at most 8. Raise explorer"),
     "half": ({"tensors": without(B)}, f"{Q} has lora_A and no lora_B"),
     "unknown": ({"tensors": tensors_of() | {"x.weight": np.zeros(1)}}, "x.weight is no tensor of a LoRA adapter"),
     "elsewhere": (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.engines.http.server_load import load_in
+from trinity_es.actors.engines.http.server_load import parse_load
 from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.actors.runner.adaptive_places import MOST, START, AdaptivePlaces, Places
 
@@ -199,11 +199,11 @@ vllm:generation_tokens_total 1e6
 
 
 def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
-    told = load_in(GAUGES)
+    told = parse_load(GAUGES)
     assert told is not None
     assert (told.running, told.waiting, told.again) == (40, 0, 0)
     assert told.share == told.kv_share == pytest.approx(0.4), "room for more requests"
-    waits = load_in(GAUGES.replace('} 0.0', '} 2.0'))
+    waits = parse_load(GAUGES.replace('} 0.0', '} 2.0'))
     assert waits is not None
     assert (waits.waiting, waits.share) == (4, 1.0), "it runs as many as it takes"
 
@@ -213,7 +213,7 @@ def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
     ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
 ])
 def test_the_gauges_have_other_names_elsewhere(running: str, waiting: str, fill: str) -> None:
-    told = load_in(f'{running}{{model_name="m"}} 3\n{waiting} 5\n{fill} 0.25\n')
+    told = parse_load(f'{running}{{model_name="m"}} 3\n{waiting} 5\n{fill} 0.25\n')
     assert told == EngineLoad(running=3, waiting=5, again=0, kv_share=0.25, most_running=3)
 
 
@@ -223,7 +223,7 @@ def test_the_gauges_have_other_names_elsewhere(running: str, waiting: str, fill:
     GAUGES.replace('{engine="0",model_name="a } b"} 30', "{"),
 ], ids=range(8))
 def test_text_without_numbers_that_count_is_no_load(text: str) -> None:
-    assert load_in(text) is None
+    assert parse_load(text) is None
 
 
 # --- the places -----------------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ def test_promise_12_the_journal_of_a_unit_whose_engine_failed_outlives_its_ackno
     freed: list[Any] = []
     later: list[Any] = []
     side = SimpleNamespace(
-        journal=SimpleNamespace(settled=freed.append), units={key_of(outcomes[3]): "a further attempt here"},
+        journal=SimpleNamespace(release=freed.append), units={key_of(outcomes[3]): "a further attempt here"},
         loop=SimpleNamespace(call_later=lambda seconds, call, keys: later.append((seconds, call, keys))),
     )
     side._free_journal = lambda keys: EngineThread._free_journal(side, keys)  # type: ignore[arg-type]  # it has what is used
-    side.settled = lambda keys, lost: EngineThread.settled.__wrapped__(side, keys, lost)  # type: ignore[attr-defined]  # the undecorated method
+    side.free_journals = lambda keys, lost: EngineThread.free_journals.__wrapped__(side, keys, lost)  # type: ignore[attr-defined]  # the undecorated method
     runner = SimpleNamespace(
         outbox=SimpleNamespace(acknowledge=lambda acks: outcomes), engine_side=side, units={}, final_report=None,
         state="ended", accept_log_end=lambda end: True,

@@ -355,7 +355,7 @@ def test_one_that_is_left_before_it_was_in_the_log_is_wanted_no_more() -> None:
     reports.put(change("held", handle="box-1"), Future())
     reports.next_groups(None, 0.0)
     reports.put(change("left", reason="r"), Future())
-    with pytest.raises(WorkflowError, match="was left"):
+    with pytest.raises(WorkflowError, match="was given up"):
         waits.result(0)
     reports.next_groups(None, 0.0)
     assert [[c.what for c in group.changes] for group in reports.due(0.0, resend_all=True)] == [["held"], ["left"]]

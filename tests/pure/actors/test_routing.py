@@ -28,7 +28,7 @@ def choose(task: str | None, loads: dict[str, int], home: str | None = None) -> 
     pool, keys = pool_of(loads), [] if task is None else [task]
     if home is not None:
         keys = keys or [""]
-        pool._homes[keys[0]] = home
+        pool._runner_by_key[keys[0]] = home
     chosen = pool.choose(keys)
     return None if chosen is None else chosen.runner
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.journals import RUN, Steady, Written, ask, cut_off, whole
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.rollout.run_journal import RunJournal, starts_over
+from trinity_es.actors.rollout.run_journal import RunJournal, unresumable_option
 from trinity_es.actors.rollout.workflow_runner import GRACE_SECONDS, WorkflowRunner
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
@@ -148,7 +148,7 @@ def test_each_of_several_answers_goes_on_by_itself(seed: int | None) -> None:
 def test_what_the_engine_would_forget_begins_again_and_is_named(field: str) -> None:
     value = {"json_schema": "{}", "top_logprobs": 2}.get(field, 0.5)
     sampling = replace(Sampling(max_tokens=8), **{field: value})
-    assert starts_over(sampling) == field
+    assert unresumable_option(sampling) == field
 
     async def test() -> None:
         engine, writer = Steady(), Written()

@@ -142,10 +142,10 @@ def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyPatch) 
         await journal.write([b"b" * 10])
         await journal.write([b"c"])
         assert [*store.segments] == [0, 1, 2]
-        journal.settled(ONE)
+        journal.release(ONE)
         await journal.write([b"d"])
         assert [*store.segments] == [1, 2]
-        journal.settled(TWO)
+        journal.release(TWO)
 
     assert [*play(test).segments.values()] == [b"."]
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
-from trinity_es.actors.engines.http.client import LOOK_BYTES
+from trinity_es.actors.engines.http.client import MAX_BYTES
 from trinity_es.actors.engines.http.vllm_api import VLLMServer
-from trinity_es.actors.engines.http.vllm_requests import answers, body, most_bytes
+from trinity_es.actors.engines.http.vllm_requests import max_answer_bytes, parse_answers, request_body
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.rollout.result import classify
 from trinity_es.environments import openenv
@@ -39,12 +39,13 @@ class Endless(httpx.AsyncByteStream):
 
 def asked(spans: bool, stream: bool = False, **sampling: Any) -> dict[str, Any]:
     s = Sampling(**{"max_tokens": 100, **sampling})
-    return body([1, 2, 3], s, spans=spans, model="m", room=1000, stream=stream)
+    return request_body([1, 2, 3], s, spans=spans, model="m", room=1000, stream=stream)
 
 
 LOOKS: dict[str, Callable[[VLLMServer], Any]] = {
-    "health": VLLMServer.unhealthy, "facts": VLLMServer.facts, "label": VLLMServer.label, "metrics": VLLMServer.started,
-    "tokenize": lambda server: server.tokenize("a"), "pause": VLLMServer.pause, "paused": VLLMServer.paused,
+    "health": VLLMServer.unhealthy, "facts": VLLMServer.facts, "label": VLLMServer.label,
+    "metrics": VLLMServer.start_time, "tokenize": lambda server: server.tokenize("a"),
+    "pause": VLLMServer.pause, "paused": VLLMServer.is_paused,
     "workers": lambda server: server.in_workers("reload_weights"),
 }
 
@@ -54,9 +55,9 @@ LOOKS: dict[str, Callable[[VLLMServer], Any]] = {
 async def test_a_look_whose_answer_has_no_end_is_the_servers_error(look: Callable[..., Any], status: int) -> None:
     endless = Endless()
     server = VLLMServer("http://a:1", transport=httpx.MockTransport(lambda _: httpx.Response(status, stream=endless)))
-    with pytest.raises(EngineError, match=rf"http://a:1/\w+\S* answers with more than {LOOK_BYTES:,} bytes") as failed:
+    with pytest.raises(EngineError, match=rf"http://a:1/\w+\S* answers with more than {MAX_BYTES:,} bytes") as failed:
         await look(server)
-    assert endless.sent <= LOOK_BYTES + PART
+    assert endless.sent <= MAX_BYTES + PART
     assert classify(failed.value)[0] == "infra"
     await server.close()
 
@@ -118,14 +119,14 @@ def test_an_answer_of_another_kind_of_server_is_told_by_the_field_that_is_missin
     answer = {"choices": [choice]} if choice else {"object": "error", "message": "CUDA OOM"}
     sampling = Sampling(max_tokens=4, logprobs="prompt_token_ids" not in (choice or {}))
     with pytest.raises(EngineError) as failed:
-        answers(answer, sampling, spans=spans, vocabulary=9, server="http://a:1 (vLLM 0.8.4)", prompt=[1, 2, 3])
+        parse_answers(answer, sampling, spans=spans, vocabulary=9, server="http://a:1 (vLLM 0.8.4)", prompt=[1, 2, 3])
     assert str(failed.value) == f"http://a:1 (vLLM 0.8.4) gave an answer that can't be read ({told})"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_tokens_without_end_are_the_servers_error_and_so_is_a_line(stream: bool) -> None:
     endless, request = Endless(), asked(True, stream)
-    most = most_bytes(request, 1000)
+    most = max_answer_bytes(request, 1000)
     assert most < 9 * 2**20, "100 tokens with a logprob each"
     server = VLLMServer("http://a:1", transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=endless)))
     ask = anext(server.events("/g", request, most)) if stream else server.tokens("/g", request, most)
@@ -151,14 +152,14 @@ async def test_no_encoding_is_asked_for_and_one_that_comes_is_refused_unread() -
 
 @pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
 def test_the_limit_follows_from_what_was_asked(spans: bool) -> None:
-    one = most_bytes(asked(spans, logprobs=False), 1000) - LOOK_BYTES
+    one = max_answer_bytes(asked(spans, logprobs=False), 1000) - MAX_BYTES
     assert 100 * 200 < one < 100 * 300
-    assert most_bytes(asked(spans, n=8, logprobs=False), 1000) - LOOK_BYTES == 8 * one
-    assert most_bytes(asked(spans, max_tokens=200, logprobs=False), 1000) - LOOK_BYTES > 1.9 * one
-    assert most_bytes(asked(spans, max_tokens=2_000_000, logprobs=False), 1000) - LOOK_BYTES < 11 * one, "the room"
-    assert most_bytes(asked(spans, top_logprobs=20), 1000) - LOOK_BYTES > 20 * one
-    whole = body([1] * 50, Sampling(max_tokens=1), spans=spans, model="m", room=9, prompt_logprobs=-1)
-    assert most_bytes(whole, 1000) > 50 * 1000 * 200
+    assert max_answer_bytes(asked(spans, n=8, logprobs=False), 1000) - MAX_BYTES == 8 * one
+    assert max_answer_bytes(asked(spans, max_tokens=200, logprobs=False), 1000) - MAX_BYTES > 1.9 * one
+    assert max_answer_bytes(asked(spans, max_tokens=2_000_000, logprobs=False), 1000) - MAX_BYTES < 11 * one, "the room"
+    assert max_answer_bytes(asked(spans, top_logprobs=20), 1000) - MAX_BYTES > 20 * one
+    whole = request_body([1] * 50, Sampling(max_tokens=1), spans=spans, model="m", room=9, prompt_logprobs=-1)
+    assert max_answer_bytes(whole, 1000) > 50 * 1000 * 200
 
 
 @pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
@@ -173,7 +174,7 @@ def test_the_longest_answers_of_vllm_are_below_it(spans: bool) -> None:
     choice = {"index": 0, "token_ids": [248319] * 1000, "logprobs": content, "text": "\u00e4" * 8000,
               "prompt_token_ids": [248319] * 3, "finish_reason": "length"}
     request = asked(spans, n=4, max_tokens=1000, top_logprobs=20)
-    assert len(json.dumps({"choices": [choice] * 4})) < most_bytes(request, 248320) - LOOK_BYTES
+    assert len(json.dumps({"choices": [choice] * 4})) < max_answer_bytes(request, 248320) - MAX_BYTES
 
 
 @pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
@@ -183,10 +184,10 @@ def test_choices_that_are_not_0_to_n_are_the_servers_error(indexes: list[int], s
         return {"choices": [{"index": i, "token_ids": [5 + i], "finish_reason": "stop"} for i in numbers]}
 
     sampling = Sampling(n=2, max_tokens=4, logprobs=False)
-    found = answers(told([1, 0]), sampling, spans=spans, vocabulary=9)
+    found = parse_answers(told([1, 0]), sampling, spans=spans, vocabulary=9)
     assert [a.ids for a in found] == [[5], [6]]
     with pytest.raises(EngineError, match=r"http://a:1 gave an answer that can't be read") as failed:
-        answers(told(indexes), sampling, spans=spans, vocabulary=9, server="http://a:1")
+        parse_answers(told(indexes), sampling, spans=spans, vocabulary=9, server="http://a:1")
     assert classify(failed.value)[0] == "infra"
 
 
@@ -195,8 +196,8 @@ def test_an_event_of_another_choice_is_the_servers_error(indexes: list[int]) -> 
     sampling = Sampling(max_tokens=4, logprobs=False)
     event = {"choices": [{"index": i, "token_ids": [5]} for i in indexes]}
     with pytest.raises(EngineError, match=r"the answer has choices .*, expected 1 numbered from 0"):
-        answers(event, sampling, spans=True, vocabulary=9, whole=False)
-    assert answers({"choices": []}, sampling, spans=True, vocabulary=9, whole=False) == [], "such as usage alone"
+        parse_answers(event, sampling, spans=True, vocabulary=9, whole=False)
+    assert parse_answers({"choices": []}, sampling, spans=True, vocabulary=9, whole=False) == [], "such as usage alone"
 
 
 async def test_an_auxiliary_models_answer_without_end_fails_the_run_as_infra() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.rollout.shared_event_loop import UNIT, WORKFLOW_THREADS, EngineLoop, as_runner, unit_context
+from trinity_es.actors.rollout.shared_event_loop import UNIT, WORKFLOW_THREADS, EngineLoop, mark_as_runner, unit_context
 
 
 def of_unit(name: str) -> contextvars.Context:
@@ -32,7 +32,7 @@ def test_names_that_one_unit_looks_up_hold_up_no_other(monkeypatch: pytest.Monke
         assert (await asyncio.get_running_loop().getaddrinfo(host, 80, type=socket.SOCK_STREAM))[0][4][1] == 80
 
     def play() -> None:
-        as_runner()
+        mark_as_runner()
         loop = EngineLoop(2)
 
         async def main() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
-from trinity_es.actors.engines.vllm.processes import error_in, silence
+from trinity_es.actors.engines.vllm.processes import last_error_in, wait_for_silence
 from trinity_es.events.errors import EngineError
 
 
@@ -26,7 +26,7 @@ async def test_a_process_that_answers_nothing_is_told_after_a_while() -> None:
         asked.append(asyncio.current_task())
         await (asyncio.sleep(0) if len(asked) < 3 else never())
 
-    await asyncio.wait_for(silence(ask, lambda: False, interval=0.001, limit=0.005), 10)
+    await asyncio.wait_for(wait_for_silence(ask, lambda: False, interval=0.001, limit=0.005), 10)
     assert len(asked) == 3
     assert asked[-1].cancelling()
 
@@ -42,8 +42,8 @@ async def test_one_that_answers_somehow_or_is_known_to_be_busy_is_not(error: boo
             raise RuntimeError("it ended")
         await asyncio.sleep(0.004)
 
-    watching = asyncio.create_task(silence(ask, lambda: False, interval=0.002, limit=0.1))
-    loading = asyncio.create_task(silence(never, lambda: True, interval=0.001, limit=0.001))
+    watching = asyncio.create_task(wait_for_silence(ask, lambda: False, interval=0.002, limit=0.1))
+    loading = asyncio.create_task(wait_for_silence(never, lambda: True, interval=0.001, limit=0.001))
     while count < 20:
         await asyncio.sleep(0.001)
     assert not watching.done()
@@ -77,7 +77,7 @@ NO_SHM = "RuntimeError: Insufficient space in /dev/shm for a buffer: 240 MiB req
     ("all is well: nothing raised\nINFO 11-27 13:16:20 [x.py:1] Error handling is on\n", [], ""),
 ])
 def test_the_error_that_vllm_s_processes_printed_is_found(printed: str, pids: list[int], said: str) -> None:
-    assert error_in(printed, pids) == said
+    assert last_error_in(printed, pids) == said
 
 
 @pytest.mark.parametrize("points", [True, False])

@@ -21,7 +21,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
-from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
+from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, why_unloadable
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm import weights as vllm_weights
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
@@ -120,7 +120,7 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
     folder = shared_memory.write_memory(config, 1, state())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    told = unloadable(str(folder), None, False)
+    told = why_unloadable(str(folder), None, False)
     assert told is not None
     assert "model.safetensors can't be read" in told
 
@@ -131,7 +131,7 @@ def test_p34_a_weight_that_is_not_there_is_a_keyerror_with_near_names(config: Co
         read_tensor(folder, "model.norm.wieght")
     assert isinstance(wrong.value, WeightNotFound)
     assert wrong.value.details["near"][0] == "model.norm.weight"
-    with pytest.raises(WeightNotFound, match="2 others are"):
+    with pytest.raises(WeightNotFound, match="2 other tensors are"):
         read_tensor(folder, "zzz")
 
 

@@ -349,8 +349,8 @@ def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.Log
     done = asyncio.run(runner().execute(Task(workflow=SaysHowItWent), 1, range(2)))
     assert [set(result.metrics) for result in done.results] == [{"score", "reward", "time/run_execution"}] * 2
     assert [r.getMessage() for r in caplog.records] == [
-        "the metric 'mood' of a workflow is a str and no number: it is left out",
-        "the metric 'times' of a workflow is a list and no number: it is left out",
+        "the metric 'mood' of a workflow is a str, not a number: it is left out",
+        "the metric 'times' of a workflow is a list, not a number: it is left out",
     ]
 
 
@@ -367,7 +367,7 @@ def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture
     done = asyncio.run(runner().execute(Task(workflow=SaysTwice), 1, range(2)))
     assert [result.metrics["score"] for result in done.results] == [3.0, 3.0]
     assert [r.getMessage() for r in caplog.records] == [
-        "the metrics 'score' and 'score:mean' of a workflow are one: their mean is kept"]
+        "a workflow gives a metric as 'score' and as 'score:mean': their mean is kept"]
 
 
 @pytest.mark.parametrize(("metrics", "told"), [
