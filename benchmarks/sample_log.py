@@ -341,7 +341,7 @@ class _Model(SimulatedRun):
                 spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
                 e = made[item[:2]]
                 length = len(e.tokens) - e.prompt_length
-                e.advantages = e._vector("advantages", [(rewards[item[1]] - mean) / (spread + 1e-6)] * length)
+                e.advantages = e._as_vector("advantages", [(rewards[item[1]] - mean) / (spread + 1e-6)] * length)
                 e.returns = e.advantages
             refs = write_delivered(self.store, [made[i[:2]] for i in taken], {digest: data})
         else:

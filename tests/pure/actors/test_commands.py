@@ -99,7 +99,7 @@ def test_a_field_too_many_and_one_too_few_are_named(command: Command[Any]) -> No
 
 @pytest.mark.parametrize("name", ["no_such_command", "__init__", "", "name", "a\0b", None, 7, ["status"], {}])
 def test_an_unknown_command_is_refused_by_name(name: Any) -> None:
-    with pytest.raises(TrinityError, match=r"unknown command .*need the same trinity-es") as refused:
+    with pytest.raises(TrinityError, match=r"unknown command .*install the same trinity-es") as refused:
         decode(name, {})
     assert type(refused.value) is TrinityError
 

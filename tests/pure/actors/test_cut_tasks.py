@@ -72,7 +72,7 @@ def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> N
     (None, 0), (fold(submitted(1)), 0), (ended(fold(submitted(1)), cut=False), 0), (ended(fold(submitted(1))), 3),
 ], ids=["unknown", "open", "not cut", "no such task"])
 def test_only_what_an_ended_batch_cut_goes_on(earlier: BatchState | None, number: int) -> None:
-    with pytest.raises(DataError, match=rf"task 2 can't continue task {number} of .*: task {number} was not cut off"):
+    with pytest.raises(DataError, match=rf"task 2 can't continue task {number} of .*: task {number} was not cut"):
         cut_tasks.continued_task(2, earlier, number)
 
 
