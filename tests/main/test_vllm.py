@@ -13,6 +13,7 @@ from tests.helpers.engines import largest_difference
 from tests.helpers.real_engine import TOLERANCE, letters, run, vllm_system
 from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task
 from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
 
@@ -110,4 +111,5 @@ def test_p2_p5_p8_p9_p27_p31_kinds_of_workflows_on_a_real_engine(client: Rollout
     named = {f"eval/check/reward/{what}" for what in ("mean@4", "std@4", "best@2", "best@4", "worst@2", "worst@4")}
     assert named <= set(metrics)
     assert metrics["eval/check/reward/worst@4"] <= metrics["eval/check/reward/mean@4"]
-    assert list(client.experiences("3/check")) == []
+    with pytest.raises(DataError, match="is an eval, whose experiences are not kept"):
+        list(client.experiences("3/check"))
