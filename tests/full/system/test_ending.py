@@ -201,7 +201,7 @@ def test_a_run_that_a_signal_ends_says_how_it_is_gone_on_with_and_leaves_nothing
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(0.2)
     _, told = run.communicate(timeout=60)
-    assert "interrupted: `trinity-es resume runs/trinity/run/log.sqlite` goes on where it was" in told
+    assert "interrupted: `trinity-es resume runs/trinity/run/log.sqlite` continues the run" in told
     assert "Traceback" not in told
     assert run.returncode == (-number if number == signal.SIGINT else 128 + number)
     wait_until(lambda: ended(settings), "the end of the system", timeout=40)
