@@ -250,7 +250,7 @@ def test_s2_who_can_not_be_ended_costs_a_life_of_the_runner_and_is_blamed_alone(
     assert [statuses[i].ok for i in range(len(tasks))] == [False, True, True, True][: len(tasks)], statuses
     [failed] = [r.event for r in client.log.events(1) if isinstance(r.event, AttemptFailed) and r.event.task == 0]
     assert failed.kind == "workflow"
-    assert ("blocked the engine's loop" if how == "blocks the loop" else "beyond its timeout") in failed.message
+    assert ("blocked the engine's loop" if how == "blocks the loop" else "after its timeout") in failed.message
     wait_until(lambda: lives(client) == ["RunnerStarted", "RunnerLost", "RunnerStarted"], "another life")
 
 
