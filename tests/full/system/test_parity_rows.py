@@ -249,5 +249,5 @@ def test_p8_p31_evals_give_no_experiences_and_details_where_they_are_wanted(plai
     assert {k.rpartition("/")[2]: v for k, v in metrics.items() if k.startswith("eval/x/reward/mean@2/")} == {
         "mean": 0.5, "max": 1.0, "min": 0.0, "std": 0.5
     }
-    assert list(plain.experiences("3/x")) == []
+    assert plain.batch("3/x").experiences == []
     assert all(e.payload is None for e in recorded(plain, "3/x", RunsFinished))
