@@ -24,7 +24,7 @@ SCORER = "trinity_es.tasksets.reasoning_gym:Score"
 
 
 class FormatConfig(Section):
-    """Keys of the columns of a taskset's rows."""
+    """Which keys of a taskset's rows hold the prompt, the answer and so on."""
 
     prompt_key: str = "prompt"
     """Key of the prompt, which every row must have."""
@@ -129,7 +129,7 @@ class TasksetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_workflow(cls, data: Any) -> Any:
-        """Return the section with its environment's own workflow as the default: `verifiers` for `verifiers:NAME`."""
+        """Set the default workflow of the environment in `path`, such as `verifiers` for `verifiers:NAME`."""
         path = data.get("path") if isinstance(data, dict) else None
         kind, rest = _kind_and_rest(path) if isinstance(path, str) else ("file", "")
         if kind not in registered("workflow"):
@@ -153,7 +153,7 @@ class TasksetConfig(Section):
         if kind == "hub" and self.split is None:
             raise ValueError(f"has the path {self.path} and no split: set one, as in split: train")
         if kind == "reasoning_gym" and not re.fullmatch(r"\w+", rest):
-            raise ValueError(f"has the path {self.path!r}: write a family as reasoning_gym:leg_counting")
+            raise ValueError(f"has the path {self.path!r} without a family: write, say, reasoning_gym:leg_counting")
         if kind == "reasoning_gym" and self.split is not None:
             raise ValueError(f"has the path {self.path} and a split: remove it, and choose other tasks by args.seed")
         for key in ("subset", "revision"):

@@ -116,8 +116,8 @@ def _read_adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
 
 
 def _read_loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
-    """Return the current adapters that an engine has loaded, by the rule of `evolve_loaded`. For an adapter that was
-    removed, only loads after its next publication count."""
+    """Return the names of the current adapters that at least one engine has loaded, as `evolve_loaded` counts them: if
+    an adapter was removed and published again, only loads after the new publication count."""
     names = set[str]()
     for name, event in current_adapters(adapters).items():
         removal = log.last(event.own_stream(), "AdapterRemoved")

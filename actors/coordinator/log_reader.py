@@ -93,7 +93,10 @@ class Watch:
     def __init__(
         self, is_reachable: Callable[[], bool], now: Callable[[], float], on_rewound: Callable[[LogRewound], None]
     ) -> None:
-        """Probe with `is_reachable`, which may block. If it raises LogRewound, call `on_rewound` with it and stop."""
+        """Start a thread that calls `is_reachable`, which may block, again and again, until it raises LogRewound.
+
+        Then the thread calls `on_rewound` with this error, and ends.
+        """
         self._is_reachable, self._now, self._on_rewound = is_reachable, now, on_rewound
         self._answered_at = now()
         self._stopped = threading.Event()

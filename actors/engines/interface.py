@@ -154,7 +154,7 @@ class CallJournal(Protocol):
         """Return all answers of the call. Call `ask(prompt, sampling, request)` for those missing in the journal."""
 
     def recording(self, request: str) -> AbstractContextManager[Any]:
-        """Return a context that records the tokens that `request`, which answers the whole call, generates."""
+        """Return a context that records the tokens of this engine request, which generates all answers of the call."""
 
     async def record_end(self, recorded: Any, answers: list[Completion] | None) -> None:
         """Record the end of a request; `recorded` is its context's value. `answers` is None if the request failed."""
@@ -184,9 +184,9 @@ class Recording(Protocol):
         """True if the generated tokens are kept. Otherwise the engine reports only failures."""
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the prompt's token ids. If a chat continues an earlier answer, they begin with its sampled ids.
+        """Return the prompt's token ids: `ids`, or if a chat continues an earlier answer, that one's ids as sampled.
 
-        `rendered` returns the chat's text after its template; `ids` are the token ids of this text.
+        `rendered` returns the chat as text, with its template applied; `ids` are the token ids of this text.
         """
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:

@@ -206,8 +206,9 @@ class FolderPuller:
             missing_bytes = sum(file.size - start for _, file, start, _ in incomplete)
             total_bytes = sum(file.size for file in files)
             if incomplete and missing_bytes + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
-                raise _LocalProblem(f"the files take {_size_text(missing_bytes)}, but {_size_text(free)} are free: "
-                                    "free space, or set hosts.weights_dir of this host to another folder")
+                raise _LocalProblem(
+                    f"the files take {_size_text(missing_bytes)}, but {self._folder} has {_size_text(free)} free: free "
+                    "space, or set hosts.weights_dir of this host to another folder")
             for number, file, start, hasher in incomplete:
                 path = partial / file.name
                 with _open_at(path, start) as output:

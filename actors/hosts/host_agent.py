@@ -87,7 +87,7 @@ class HostAgent(BaseActor):
 
     # --- the connection ---------------------------------------------------------------------------------------------
     def connected(self, epoch: int, coordinator_epoch: int) -> None:
-        """Tell the guardian that a coordinator is up, so that its runners report and repeat unacknowledged messages."""
+        """Note the coordinator and tell the guardian, so that runners report and repeat unacknowledged messages."""
         self.log.info("the head admitted this host with epoch %d; the coordinator's is %d", epoch, coordinator_epoch)
         self.epoch, self.last_problem = coordinator_epoch, ""
         self.show_connected(True)

@@ -384,10 +384,10 @@ class EventLog:
         return True
 
     def require_place(self) -> None:
-        """Raise LogReplaced unless the open SQLite file is still at its path; otherwise commits would be lost.
+        """Check that the open SQLite file is still at its path: commits to a moved or deleted file would be lost.
 
-        If only the write-ahead log lost its name, move its content into the file. Costs some calls of `stat`. Raises
-        LogReplaced, LogCorrupt, LogUnavailable.
+        If only the file of its write-ahead log was moved or deleted, move the content into the database first. Costs
+        some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
         """
         self._db.require_place()
 

@@ -46,7 +46,7 @@ def config(*tasksets: dict[str, Any], folder: Path | None = None) -> Config:
     ({"path": "hub:people/letters"}, "has the path hub:people/letters and no split"),
     ({"path": "hub:a/b/c", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
     ({"path": "hub:", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
-    ({"path": "reasoning_gym:"}, "write a family as reasoning_gym:leg_counting"),
+    ({"path": "reasoning_gym:"}, "without a family: write, say, reasoning_gym:leg_counting"),
     ({"path": "reasoning_gym:gcd", "split": "train"}, "remove it, and choose other tasks by args.seed"),
     ({"path": "a.jsonl", "revision": "v1"}, "has revision, which is only for a dataset of the hub"),
     ({"path": "reasoning_gym:gcd", "subset": "v1"}, "has subset, which is only for a dataset of the hub"),

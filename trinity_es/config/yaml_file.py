@@ -94,7 +94,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]
 
 
 def _parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """Return the value of a YAML text and its root node; (None, None) for an empty text. Raises YAMLError."""
+    """Return the value of a YAML text and its root node; (None, None) for an empty text.
+
+    Raises YAMLError, also if aliases would expand it to more than MOST_VALUES values.
+    """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()

@@ -148,7 +148,7 @@ def messages(e: Experience) -> list[Message]:
 
 
 def _content_text(content: Any) -> str:
-    """Return the content of a chat message as text. A list of parts becomes a line per part; others become JSON."""
+    """Return a chat message's content as text: a string as it is, a list as a line per part, anything else as JSON."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):

@@ -187,7 +187,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return tasks
 
     def _deliver(self, n: int) -> None:
-        """Wait for batch `n`, and put its samples into the buffer."""
+        """Play batch `n`, report its failed runs, and put its samples with trained tokens into the buffer."""
         tasks = self._tasks(n)
         experiences = play_batch(self.client, self._batch_id(n), tasks, "train")
         samples = [

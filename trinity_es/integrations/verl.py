@@ -49,9 +49,9 @@ class RolloutLoop:
 
     - `config`: path to the config of the running system
     - `workflow`, `reward_fn`, `workflow_args`, `reward_fn_args`, `format_args`, `rollout_args`: as in a `Task`; by
-      default one answer, rewarded by `reward_fn`, or by verl without one
-    - `trainer_config`: only its lengths are used; `data_config`: only its chat template's variables; `others`: verl's
-      further arguments, which are ignored
+      default one answer, rewarded by `reward_fn`, or by verl if there is no `reward_fn`
+    - `trainer_config`: only its lengths of prompts and responses are used; `data_config`: only its chat template's
+      variables; `others`: verl's further arguments, which are ignored
 
     Raises ConfigError for chat template variables and `format_args` that the workflow would ignore.
     """

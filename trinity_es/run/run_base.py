@@ -96,10 +96,10 @@ class RunProcess:
 
     # --- where to begin ---------------------------------------------------------------------------------------------
     def locate(self) -> bool:
-        """Read the run's state from the tasksets and the log. Returns False if the run is complete. Starts nothing.
+        """Read from the tasksets and the log how far the run got. Returns False if it is complete. Starts nothing.
 
-        The process's roles stay locked until `shutdown` or `release`. Raises AlreadyRunning, TasksetError, and
-        ConfigError, also if the store does not hold this run.
+        Locks this process's roles (explorer, trainer), so that no other process takes them, until `shutdown` or
+        `release`. Raises AlreadyRunning, TasksetError, and ConfigError, for one if the store holds another run.
         """
         if self._unfinished is None:
             self.unrecorded = []

@@ -116,9 +116,10 @@ def find(config: Config) -> dict[str, Any] | None:
 
 
 def find_head(config: Config) -> dict[str, Any] | None:
-    """Return the admin of the system that leads this store's run from this host; None if it or its owner has ended.
+    """Return how to reach the system that leads this store's run from this host; None if none runs here.
 
-    The dict has `port`, `pid` and `started` of the admin process, `guardian` (a pid), and `key_file` (a path).
+    The dict has `port`, `pid` and `started` (start time) of its admin process, the `guardian`'s pid, and `key_file`,
+    the path of its key.
     """
     admin = last_known(config)
     if admin is None or not _is_admin_running(admin):

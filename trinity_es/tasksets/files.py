@@ -170,7 +170,7 @@ class _Lines:
             start += len(line)
 
     def _check_line(self, number: int, line: bytes) -> None:
-        """Raise TasksetError unless the line is a valid row. Collect keys until all that `format` names have come."""
+        """Raise TasksetError unless the line is a valid row. Note its keys until all in `format` were seen."""
         where = f"{self._file} line {number}"
         details = {"file": str(self._file), "line": number}
         try:

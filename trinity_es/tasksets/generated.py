@@ -69,7 +69,7 @@ class Generated:
 def _entry_literal(entry: dict[str, Any]) -> str:
     """Return an entry without its question as a Python literal. JSON will not do, since some scorers need tuples.
 
-    Values that have no literal are converted to JSON values first.
+    If a value has no literal, the whole entry is converted to JSON values first.
     """
     scorer_data = {key: value for key, value in entry.items() if key != "question"}
     try:

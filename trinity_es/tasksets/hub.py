@@ -111,8 +111,9 @@ class HubRows:
             builder = self._datasets.load_dataset_builder(self.repository, self._subset, revision=self.revision)
             # Without the hub, `datasets` takes any cached revision.
             if isinstance(builder, _cache_builder_class()) or builder.hash != self.revision:
-                raise ConnectionError(f"`datasets` fell back to its cache, which has commit {builder.hash}, subset "
-                                      f"{builder.config.name}")
+                raise ConnectionError(f"the hub can't be reached, and the cache of `datasets` has commit "
+                                      f"{builder.hash}, subset {builder.config.name}, not commit {self.revision}: "
+                                      "try again later")
         except (_hub_errors().HTTPError, ConnectionError, TimeoutError):
             if self._subset is not None or len(cached_folders) != 1:
                 raise

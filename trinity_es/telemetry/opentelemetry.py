@@ -193,7 +193,7 @@ class Traces:
         spans = list(spans_of(timeline, final_event.stream, log.head().generation, masked(log.url), parts))
         for first in range(0, len(spans), SPANS_PER_CALL):
             if self._exporter.export(spans[first : first + SPANS_PER_CALL]).name != "SUCCESS":
-                raise OSError(f"the OTLP receiver refused {len(spans)} spans of {final_event.stream}")
+                raise OSError(f"the OTLP receiver refused {len(spans)} spans of {final_event.stream}: its log says why")
 
     def _warn_once(self, action: str, error: Exception) -> None:
         """Log the first error of an action; later ones of the same action are not logged."""

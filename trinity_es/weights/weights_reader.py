@@ -38,7 +38,7 @@ def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
         paths = ", ".join(map(str, folders)) or "model.model_path, which is not on this machine"
-        raise SyncError(f"weights version {version} can't be read: nothing is at {paths}")
+        raise SyncError(f"weights version {version} can't be read: nothing is at {paths}. Publish the version again")
     try:
         return read_tensor(folder, name)
     except (OSError, ValueError) as e:

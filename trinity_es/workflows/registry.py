@@ -29,7 +29,7 @@ class WorkflowRegistry:
         return {**registered(self.kind), **self._registered}
 
     def register_module(self, name: str) -> Callable[[Any], Any]:
-        """Return a decorator that registers a class under this name. Raises UnknownWorkflow if the name is taken."""
+        """Return a decorator that registers a class under this name. Raises UnknownWorkflow if another class has it."""
 
         def add(cls: Any) -> Any:
             path, present_path = class_path(cls), self.paths.get(name)

@@ -58,7 +58,7 @@ def schedule(
 
 
 def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
-    """Return the batch if it is open, else None. Raises BatchTypeMismatch if it is open and was not scheduled."""
+    """Return the batch if it is open, else None. Raises BatchTypeMismatch unless its type is collect (`schedule`)."""
     if batch is None or batch.state.ended:
         return None
     if batch.batch_type != "collect":

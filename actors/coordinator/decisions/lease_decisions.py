@@ -128,11 +128,11 @@ def find_orphans(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
     lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_being_read: IsBeingRead,
 ) -> list[ev.Event]:
-    """Return the events that orphan leases: their attempt is over, or they were not renewed in time.
+    """Return an event for each lease that becomes an orphan: its attempt is over, or it was not renewed in time.
 
-    A lease is left out if the next attempt may take over its resource. `batches` are the open ones. `announced_at` is
-    when runners learned of this coordinator (unix seconds; infinite before). Renewals reach it only after that, so a
-    lease expires GRACE_SECONDS later at the earliest.
+    The end of its attempt makes no orphan of a lease that the next attempt may take over. `batches` are the open ones.
+    `announced_at` is when runners learned of this coordinator (unix seconds; infinite before). They renew only after
+    that, so a lease expires GRACE_SECONDS later at the earliest.
     """
     events: dict[str, ev.Event] = {}
     for lease in leases.values():
@@ -156,8 +156,8 @@ def find_due(
 ) -> dict[str, list[OpenLease]]:
     """Return the orphaned leases to release now, by provider. One process will release the leases of a provider.
 
-    `due_at` has the time at which each lease is due, in unix seconds; the longest due come first. `max_group_sizes`
-    limits the group of a lease that an earlier process did not report.
+    `due_at` has the time at which each lease is due, in unix seconds; the longest due come first. `max_group_sizes`:
+    how many leases may be released together with a lease that an earlier process failed to release.
     """
     groups: dict[str, list[OpenLease]] = {}
     max_sizes: dict[str, float] = {}

@@ -282,7 +282,8 @@ class _Follower:
 
         self._post(record)
         if not is_recorded.result():
-            raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded")
+            raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded: the log can't be "
+                           "written")
 
     def _failure_event(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
         """Return the event that a write failed, with at most 2,000 characters of the error."""

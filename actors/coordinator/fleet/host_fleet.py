@@ -67,8 +67,9 @@ def start_head(
     settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Start and return the server for hosts. Their messages go to `fleet()` in the actor's loop; they are dropped while
-    it returns None. `folders` returns the folders of models and weights that hosts need too."""
+    """Start the server that hosts connect to, and return it. `post` has the fleet that `fleet()` returns handle each
+    message in the actor's loop; while there is none, messages are dropped. `folders` returns the folders of models and
+    weights that hosts may copy from the head."""
     from trinity_es.actors.hosts.link import HeadEnd  # it imports aiohttp, which a run on one host does not need
 
     address, _, port = (settings.listen or settings.address).rpartition(":")

@@ -1,7 +1,7 @@
-"""Journals of lost and cut attempts, from which the next attempts go on.
+"""Journals of attempts that ended early, since their runner was lost or their task was cut; the next attempts go on.
 
-A runner writes the tokens that its engine generates into a journal, one for each of its processes. When it is lost, its
-units wait until a thread has read the journal and stored their records as payloads, which events `AttemptKept` name. A
+Each process of a runner writes the tokens that its engine generates into a journal. When the runner is lost, its units
+wait until a thread has read the journal and stored their records as payloads; an event `AttemptKept` refers to each. A
 payload never changes, even if the runner was only frozen and writes on. If a journal can't be read or is empty, the
 answers are generated from their beginning.
 """

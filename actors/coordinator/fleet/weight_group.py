@@ -60,7 +60,7 @@ class WeightGroup:
             self.members = self._invited
 
     def on_left(self, name: str, reason: str) -> None:
-        """Dissolve the group if this runner, which ended or failed a transfer, is a member."""
+        """Dissolve the group if this runner is a member. Its process ended, or a transfer to it failed."""
         if name in self.members:
             self.members = {}
         self._answers.mark_done(name, reason)

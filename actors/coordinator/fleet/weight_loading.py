@@ -66,7 +66,7 @@ class WeightLoading:
         return life.reason if has_old_weights else ""
 
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Have a runner load the current weights if its status lacks them, also after a lost order or answer."""
+        """Order a runner to load the current weights if its status has others. This also repeats a lost order."""
         self._unreported.discard(runner.name)
         if runner.life.model != "rollout":
             return

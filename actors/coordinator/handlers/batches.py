@@ -186,8 +186,8 @@ class BatchHandlers:
     def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
         """Begin to finalize each of these batches that has enough settled tasks and a waiting client.
 
-        `kept` has the events about tokens kept for the open tasks of a single batch. If it is None and tasks are to be
-        cut, their journals are read first.
+        A batch waits for its grace period, and for tasks that can't be cut. `kept` has the events about tokens kept for
+        the open tasks of a single batch. If it is None and tasks are to be cut, their journals are read first.
         """
         may_cut = self.config.synchronizer.in_flight == "cut"
         for batch_id in batch_ids:

@@ -257,7 +257,7 @@ class HTTPEngine(ServerWeights):
         return conclusive
 
     async def _run_test(self) -> bool:
-        """Send the test request again. End the engine if it fails; return False if the test was inconclusive."""
+        """Send the test request again, and end the engine if it fails. Return False if the server was only busy."""
         begun_at = time.monotonic()
         path, body, max_bytes = self._request(self._test_prompt, _TEST_SAMPLING)
         try:

@@ -141,7 +141,7 @@ class VLLMServer:
         results = value.get("results") if isinstance(value, dict) else None
         for part in (value, *(results if isinstance(results, list) else ())):
             if isinstance(part, dict) and (part.get("error") or part.get("success") is False):
-                raise EngineError(f"{self.url}{path} answered {answer.status_code}, and says that it failed: "
+                raise EngineError(f"{self.url}{path} failed with status {answer.status_code}, see the server's log: "
                                   f"{self.scrubbed(_short_message(answer.text))}")
         return value
 
@@ -340,7 +340,7 @@ class VLLMServer:
         return self._parse(answer, lambda body: bool(body["is_paused"]))
 
     async def rejects(self) -> bool:
-        """Return True if the server reports a pause; False if it reports none, or nothing.
+        """Return True if the server reports a pause; False if it reports none, or can't be asked.
 
         In a pause of mode abort or wait vLLM 0.33 answers requests with 503; older releases hold them back.
         """

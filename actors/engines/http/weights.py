@@ -260,7 +260,7 @@ class ServerWeights:
             self.model_version, self._served_path = version, path
 
     def _refuse_stale_head(self, version: int) -> None:
-        """Raise SyncError if the server, on a CPU, would keep the old output head when it loads weights."""
+        """Raise SyncError if the server would keep the old output head when it loads weights, as vLLM on a CPU does."""
         facts = self._server_facts()
         if facts.on_cpu and self._has_tied_head and not facts.has_extension:
             raise SyncError(
@@ -283,7 +283,8 @@ class ServerWeights:
             except Exception as second_error:
                 with contextlib.suppress(Exception):
                     await self.server.set_label(f"{_BROKEN}/{self._engine_id}")
-                raise EngineError(f"{e}; the old {self._served_path} could not be loaded again: {second_error}") from e
+                raise EngineError(f"{e}; the weights before, {self._served_path}, could not be loaded again either: "
+                                  f"restart the server ({second_error})") from e
             raise SyncError(
                 f"version {version} was not loaded: {path}: {e}; {self._served_path} was loaded again; still serving "
                 f"version {self.model_version}"

@@ -217,9 +217,9 @@ class Turns:
         return None
 
     def _text_after_answer(self, turn: Turn, rest: str) -> str | None:
-        """Return the text after the turn's answer in `rest`, the text after its prompt; None if the answer differs.
+        """Return what follows the turn's answer in `rest`, the text after the turn's prompt.
 
-        The answer may lack the white space around it.
+        None if `rest` begins with another answer; white space around the answer does not matter.
         """
         if rest == "":
             return None  # the same prompt again

@@ -66,7 +66,7 @@ class OpenedFiles:
         return connection
 
     def _note_file(self) -> None:
-        """At the first call, remember the log's file. Later, check the identity of all files. Raises LogReplaced."""
+        """Remember which file the log is, at the first call; later raise LogReplaced if another one is at its path."""
         status = self._file_status()
         if self.file is None:
             self.file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)

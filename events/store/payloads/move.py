@@ -54,9 +54,10 @@ def move_payloads(
 ) -> Moved:
     """Move the payloads of the log at `url` to the log's own folder below `wanted`; "" stands for the default place.
 
-    For a copy of a log, copy the payloads; if `wanted` is the recorded place itself, take over the original's. No
-    system may run on the log: if one starts meanwhile, the move fails. With `delete`, delete the old payloads after the
-    switch, unless one is corrupt; `say` gets a message about this. Raises AlreadyRunning, ConfigError, LogError.
+    If the log is a copy of another log, the payloads are copied and the original keeps its own. But if `wanted` is the
+    place that the copy has recorded, which is the original's, nothing is copied, and the copy owns that place. No
+    system may run on the log: if one starts meanwhile, the move fails. With `delete`, delete the old payloads after
+    the switch, unless one is corrupt; `say` gets a message about this. Raises AlreadyRunning, ConfigError, LogError.
     """
     if (folder := folder_of(wanted)) is not None and not folder.is_dir():
         raise ConfigError(f"{wanted} is no folder: mount or make it")

@@ -71,7 +71,10 @@ def open_payloads(
 def open_place(
     url: str, place: str, *, create: bool, durability: Durability = "power", patience: float = 20.0
 ) -> PayloadStore:
-    """Open the payload store of the log at `url` at this place, recorded or not; otherwise like `open_payloads`."""
+    """Open the payload store at `place` for the log at `url`, even if the log records another place.
+
+    Otherwise like `open_payloads`.
+    """
     if (folder := folder_of(place)) is not None:
         if not create and not folder.is_dir():
             raise LogUnavailable(f"the payload store {folder} is missing: mount or restore it", passing=True)

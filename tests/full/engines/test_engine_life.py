@@ -56,7 +56,8 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("/no/such/folder", "does not exist"), ("", "does not exist"), ("./tiny", "does not exist"), ("a/b/c", "does not exist"),
+        ("/no/such/folder", "does not exist"), ("", "does not exist"), ("./tiny", "does not exist"),
+        ("a/b/c", "does not exist"),
         ("EMPTY", "config.json"), ("FILE", "is a file"), ("nobody/nothing", "HF_HUB_OFFLINE"),
     ],
 )

@@ -83,7 +83,7 @@ async def test_a_server_that_is_not_healthy_says_what_it_answered(answer: httpx.
 async def test_what_says_that_it_failed_did_so_whatever_its_status(body: dict[str, Any]) -> None:
     server = VLLMServer("http://a:1", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=body)))
     for ask in (lambda: server.set_label("a"), lambda: server.in_workers("reload_weights"), server.pause):
-        with pytest.raises(EngineError, match=r"http://a:1/\w+ answered 200, and says that it failed: .*no"):
+        with pytest.raises(EngineError, match=r"http://a:1/\w+ failed with status 200, see the server.s log: .*no"):
             await ask()
     await server.close()
 

@@ -141,7 +141,7 @@ def replay_history(past: History, settings: Settings, chosen: Sequence[BatchId] 
 
 
 def _figures(state: BatchState | None, seconds: float | None, attempts: int) -> Figures:
-    """Return the figures of a batch's state; empty figures if the batch was not submitted."""
+    """Return the forecast of a batch: its seconds, attempts and task counts; empty if it was not submitted."""
     if state is None:
         return Figures()
     finished = sum(status.ok for status in state.statuses.values())

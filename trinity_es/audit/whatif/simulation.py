@@ -5,9 +5,9 @@ The coordinator's own functions decide on dispatching, retries, finalizing and d
 (`projections.batch`). Runners, trainer and network behave as recorded
 (`trinity_es.audit.whatif.recorded_durations`).
 
-- An attempt takes its recorded time, cut at the timeout. If it is not recorded (its task was dropped, or it is an extra
-  attempt), a recorded time of its batch is drawn. If it was cut off, a longer recorded time is drawn.
-- An attempt that timed out also times out under a longer timeout, since its real end is unknown.
+- An attempt takes its recorded time, at most the timeout. If it is not recorded (its task was dropped, or it is an
+  extra attempt), a recorded time of its batch is drawn. If an abort or a death ended it early, a longer one is.
+- An attempt that its timeout ended times out under a longer timeout, too, since its real end is unknown.
 - Submissions of batches, publications of weights and deaths of runners keep their recorded delay from the event that
   they followed: the last end of a batch, train step or weights update before them. A train step takes its recorded
   time. So faster rollouts speed up a run that waits for its rollouts, but not a run that waits for its trainer.

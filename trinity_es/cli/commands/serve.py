@@ -1,4 +1,4 @@
-"""The command `serve`."""
+"""The command `serve`: an OpenAI-compatible proxy before the engines, which keeps each answer as an experience."""
 
 from __future__ import annotations
 

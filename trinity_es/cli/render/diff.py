@@ -27,7 +27,7 @@ _MAX_ROWS = 20
 def print_moments(
     out: Console, batch_id: BatchId, positions: tuple[int, int], changes: Sequence[Change], events: Sequence[Recorded]
 ) -> None:
-    """Print how a batch changed between two positions of the log, and its events between them."""
+    """Print how a batch changed between two positions of the log, and the first of its events between them."""
     first, second = positions
     out.print(Text(f"batch {plain(batch_id)} between positions {first} and {second}: {len(events)} events",
                    style="bold"))

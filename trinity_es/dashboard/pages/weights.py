@@ -18,7 +18,7 @@ MAX_BATCHES = 200
 
 
 def weights(request: PageRequest) -> Page:
-    """Return the page `/weights` of all versions, the newest first, or with `?version=V` of one version."""
+    """Return the page `/weights` of the versions and the adapters, or with `?version=V` of one version."""
     if request.text("version"):
         return _version_page(request, request.number("version"))
     total, deliveries = request.log.count_weights(), request.log.deliveries_by_version()
