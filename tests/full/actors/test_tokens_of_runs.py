@@ -91,7 +91,7 @@ def test_a_task_shows_what_it_cost_beside_its_runs() -> None:
             for run in range(2)}
     course = TaskHistory(batch_id=1, batch_type="train", task=0, runs=2, made=made)
     for others, said in [((-6, 0), "6 prompt tokens were not read again"), ((3, 5), "3 prompt tokens and 5 tokens are "
-                         "in no run's"), ((0, 0), ""), ((0, -2), "2 tokens of its experiences were not made")]:
+                         "in no run's"), ((0, 0), ""), ((0, -2), "2 tokens of its experiences were not generated")]:
         course.other_prompt_tokens, course.other_response_tokens = others
         out = io.StringIO()
         print_task(Console(file=out, width=200), course, None, [])

@@ -316,7 +316,7 @@ def test_too_little_room_is_told_before_anything_comes(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_puller, "SPARE_BYTES", 2**60)
-    with pytest.raises(SyncError, match=r"the files take 27.0 MiB, but .* are free: .*hosts.weights_dir"):
+    with pytest.raises(SyncError, match=r"the files take 27.0 MiB, but .* free: .*hosts.weights_dir"):
         Host(tmp_path / "host", head).pull()
 
 
