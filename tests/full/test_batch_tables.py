@@ -57,8 +57,9 @@ def test_in_a_pipe_a_long_id_takes_no_column_away(path: Path) -> None:
 
 
 def test_runners_of_a_system_that_is_gone_are_not_running(dead: str) -> None:
-    text = cli("runners", "--log", dead).stdout
-    assert [line.split()[1] for line in text.splitlines()[1:]] == ["gone"] * 4
+    *lines, note = cli("runners", "--log", dead).stdout.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["gone"] * 4
+    assert note.startswith("gone: the whole system ended unseen")
     assert "gone" in cli("runners", "runner-1", "--log", dead).stdout
     hows = {life["how"] for life in json.loads(cli("runners", "--json", "--log", dead).stdout)}
     assert ("gone" in hows, "running" in hows) == (True, False)
