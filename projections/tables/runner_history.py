@@ -305,7 +305,7 @@ def add_lost_attempt(
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     dispatch_times = [at for version, at in dispatches[batch_life].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
-        system_ends[item.commit_id] = _system_end(connection, item)
+        system_ends[item.commit_id] = _system_end(connection, 0, item.position, item.commit_id)
     lost_at = item.recorded_at  # perhaps long after the end of the life or of the whole system
     if ended_at is not None:
         lost_at = min(ended_at, lost_at)
@@ -313,22 +313,6 @@ def add_lost_attempt(
         lost_at = system_end
     seconds = max(0.0, lost_at - dispatch_times[-1]) if dispatch_times else 0.0
     _ADD_LOST_ATTEMPT.change(connection, life_key | {"seconds": seconds})
-
-
-def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
-    """Return when the whole system ended, if a coordinator recorded this loss in the commit of its start; else None.
-
-    This is the time of the last event before the start.
-    """
-    e = schema.events.c
-    start_query = sa.select(e.position, e.commit_id).where(
-        schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
-    ).order_by(e.position.desc()).limit(1)
-    started = connection.execute(start_query).one_or_none()
-    if started is None or started.commit_id != item.commit_id:
-        return None
-    last_event = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
-    return None if last_event is None else float(last_event.recorded_at)
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
@@ -392,21 +376,24 @@ def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
         lives.append(RunnerIncarnation(**{column.name: value for column, value in zip(columns, values, strict=True)}))
     for i, (life, successor) in enumerate(pairwise(lives)):
         if successor.runner == life.runner and life.ended_at is None:
-            ended_at = _last_event_before_start(connection, positions[i], positions[i + 1]) or successor.started_at
+            ended_at = _system_end(connection, positions[i], positions[i + 1]) or successor.started_at
             lives[i] = replace(life, how="replaced", ended_at=ended_at or successor.ended_at)
     return lives
 
 
-def _last_event_before_start(connection: sa.Connection, after: int, before: int) -> float | None:
-    """Return the time of the last event before the last coordinator's start between two positions, or None.
+def _system_end(connection: sa.Connection, after: int, before: int, commit_id: str | None = None) -> float | None:
+    """Return when the system ended that ran before the last start of a coordinator between two positions.
 
-    None means that no coordinator started between them.
+    This is the time of the last event before that start. None if no coordinator started there, or if the start is not
+    in the commit `commit_id`, with which it would have recorded its losses.
     """
     e = schema.events.c
     started = connection.execute(sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position > after, e.position < before
     ).order_by(e.position.desc()).limit(1)).one_or_none()
-    last_event = started and connection.execute(before_start(started.position, started.commit_id)).one_or_none()
+    if started is None or commit_id not in (None, started.commit_id):
+        return None
+    last_event = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
     return None if last_event is None else float(last_event.recorded_at)
 
 
