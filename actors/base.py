@@ -94,7 +94,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
                 self._pair[1].send(b"x")
 
     def start_watch(self) -> None:
-        """Open the socket pair by which threads wake the actor. Call it in a handler: `__init__` has no address yet."""
+        """Open the socket pair by which threads wake the actor. Call it in a handler: `__init__` lacks the address."""
         if self._pair is None:
             self._pair = socket.socketpair()
             for end in self._pair:

@@ -173,7 +173,7 @@ class StoreGone:
 
 @dataclass(frozen=True, slots=True)
 class HostLeaves:
-    """Host to coordinator: give my runners no new units. HostDrained answers it when they have no units left."""
+    """Host to coordinator: give my runners no new units. HostDrained answers it when they are without units."""
 
     reason: str
     final: bool = False
@@ -182,7 +182,7 @@ class HostLeaves:
 
 @dataclass(frozen=True, slots=True)
 class HostDrained:
-    """Coordinator to host: your runners have no units left."""
+    """Coordinator to host: your runners are without units."""
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ SILENT_SECONDS = 5.0
 """How long a peer may read nothing before `MAX_UNTAKEN` applies to it."""
 
 MAX_STRANGERS = 256
-"""Maximum number of open connections that have not shown a valid seal. Beyond it the oldest are closed."""
+"""Maximum number of open connections without a valid seal so far. Beyond it the oldest are closed."""
 
 _ADDRESS = "Trinity-ES Address"
 """Key, among the admin's capabilities, of the address to listen on."""
@@ -105,7 +105,7 @@ def listening_host(pid: int, port: int) -> str:
 # --- Thespian's side ------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Untaken:
-    """Number of messages to one peer that it has not read yet."""
+    """Number of unread messages to one peer."""
 
     last_taken_at: float
     """Time at which the peer last read a message; before that, the time of the first message to it."""

@@ -29,7 +29,7 @@ _ENDED = "ZX"
 def process_start_time(pid: int) -> str | None:
     """Return the start of a process, which identifies it together with its pid, or None if it has ended.
 
-    A zombie counts as ended, because some containers have no init that reaps orphans.
+    A zombie counts as ended, because in some containers nothing reaps orphans.
     """
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")

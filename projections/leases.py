@@ -40,7 +40,7 @@ class OpenLease:
 
     @property
     def state(self) -> str:
-        """`taken` (the provider has not returned a handle yet), `held`, or `orphaned`."""
+        """`taken` (the provider still makes it), `held`, or `orphaned`."""
         return "orphaned" if self.orphaned else "held" if self.held else "taken"
 
     def as_dict(self) -> dict[str, Any]:

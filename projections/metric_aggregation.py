@@ -221,7 +221,7 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
 
 
 def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return the number of runs that a batch's mean reward leaves out, because they failed or have no reward."""
+    """Return the number of runs that a batch's mean reward leaves out, because they failed or lack a reward."""
     prefix = metric_prefix(batch_id, batch_type)
     return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 

@@ -147,7 +147,7 @@ def event_document(recorded: Recorded) -> bytes:
 
 
 def summary(event: ev.Event) -> str:
-    """Return the main content of an event as one line; "" for types that have no summary."""
+    """Return the main content of an event as one line; "" for types without a summary."""
     match event:
         case ev.SystemConfigured():
             return f"project {event.config.get('project')}, name {event.config.get('name')}"

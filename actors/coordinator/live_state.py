@@ -155,7 +155,7 @@ def _last_event(log: EventLog, event_type: type[E]) -> E | None:
 def _read_batch(
     log: EventLog, batch_id: BatchId, submissions: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
 ) -> BatchState | None:
-    """Return a batch's state, and put the events that hold its tasks into `submissions`; None if it has no events."""
+    """Return a batch's state, and put the events that hold its tasks into `submissions`; None without events."""
 
     def events() -> Iterator[ev.Event]:
         for recorded in log.read(stream=batch_stream(batch_id)):

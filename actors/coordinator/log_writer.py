@@ -79,7 +79,7 @@ class LogWriter:
         self._trouble: tuple[float, str] | None = None
         """When the current append first failed, and its last error."""
         self.in_flight = 0
-        """Number of submitted turns whose actions have not run; for the actor's loop only."""
+        """Number of submitted turns whose actions are still to run; for the actor's loop only."""
         self.written = 0
         """Number of successful appends."""
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)

@@ -130,7 +130,7 @@ class SenderMarkChecks:
             self.stop_waiting_for_runners()
 
     def stop_waiting_for_runners(self) -> None:
-        """Go on without the runners that have not reported, since one may be suspended."""
+        """Go on without the silent runners, since one may be suspended."""
         self.unheard_runners = set()
         acts, self._requests_after_runners = self._requests_after_runners, []
         for act in acts:

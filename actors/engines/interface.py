@@ -195,7 +195,7 @@ class Recording(Protocol):
     def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> CallJournal | None:
-        """Begin a call in the run's journal and return it; None if the run has no journal.
+        """Begin a call in the run's journal and return it; None without a journal.
 
         `forbids`: name of a request option that lets the journal keep only whole answers; empty if none is set.
         """

@@ -88,7 +88,7 @@ class RequestRecord:
     def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> JournaledCall | None:
-        """Begin a call in the run's journal and return it; None if the run has no journal."""
+        """Begin a call in the run's journal and return it; None without a journal."""
         model = self.model
         if model.journal is None:
             return None

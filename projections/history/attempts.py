@@ -153,7 +153,7 @@ class BatchTimeline:
                 for name in ("finished", "failed", "dropped", "running", "pending")}
 
     def row(self, task: int, run: int) -> RunRow | None:
-        """Return the last row of this run, or None if the run has not ended."""
+        """Return the last row of this run, or None while the run is open."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
 

@@ -13,7 +13,7 @@ __all__ = ["pass_rates", "submitted_tasks"]
 
 
 def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[float]]]:
-    """Return {taskset: (rows, mean reward of each row)} for a batch, without tasks that have no reward.
+    """Return {taskset: (rows, mean reward of each row)} for a batch, without tasks that lack a reward.
 
     Return {} if the batch is not finalized.
     """

@@ -36,7 +36,7 @@ class Needs:
         """Position of the last noted event."""
         columns = "digest TEXT, owner TEXT, stream TEXT, position INTEGER, task INTEGER"
         scratch.execute(f"CREATE TEMP TABLE needed ({columns})")
-        self._open: dict[str, BatchId] = {}  # stream -> id of each batch that has not ended
+        self._open: dict[str, BatchId] = {}  # stream -> id of each open batch
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def note_events(self, recorded: Iterable[Recorded]) -> None:

@@ -36,7 +36,7 @@ _MAX_CHARACTERS = 500
 
 @dataclass(slots=True)
 class _Attempt:
-    """Attempt that has not ended, and whose slice is still to be written."""
+    """Open attempt, whose slice is still to be written."""
 
     unit: ev.Unit
     dispatched_at: float

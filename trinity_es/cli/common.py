@@ -162,7 +162,7 @@ def find_batch(log: Log, text: str) -> BatchId:
 
 
 def require_runner(log: Log, runner: str, option: str) -> None:
-    """Raise typer.BadParameter if the log has no runner of this name. The error lists the log's runners."""
+    """Raise typer.BadParameter if the log lacks a runner of this name. The error lists the log's runners."""
     runners = sorted({life.runner for life in log.runner_lives()}, key=natural)
     if runner not in runners:
         raise typer.BadParameter(f"there is no runner {runner!r}. The runners are: {', '.join(runners) or 'none'}",

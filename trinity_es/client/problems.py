@@ -120,7 +120,7 @@ def _interrupted_run(killed: dict[str, int], resume: str, run: Mapping[str, Any]
 
 
 def _host_fault(host: dict[str, Any]) -> str | None:
-    """Return a joined host's fault and its remedy; None if it has no fault."""
+    """Return a joined host's fault and its remedy; None without a fault."""
     if host["state"] == "lost":
         return (f"was lost: {host['reason']}; its work is attempted elsewhere. If it does not come back by itself, run "
                 "`trinity-es join` on it")

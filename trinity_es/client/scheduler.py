@@ -232,7 +232,7 @@ class Scheduler:
         `min_num`: number of tasks to wait for (None: all; if there are fewer: all, with a warning). Tasks that finish
         within `explorer.over_rollout.wait_after_min` seconds after that are taken too. `timeout`: seconds after which
         the finished tasks are returned; None: no limit but the timeout of each attempt. `clear_timeout_tasks`: cancel
-        the tasks that have not finished when the wait ends; otherwise they go on, and a later call returns their
+        the unfinished tasks when the wait ends; otherwise they go on, and a later call returns their
         results. `return_partial_tasks`: also return the finished runs of cancelled tasks (None: as
         `explorer.over_rollout.return_partial_tasks`). A batch that was never scheduled, or was collected, returns
         nothing. Raises BatchTypeMismatch for a batch of `submit_batch`, DataError, and PayloadNotFound if an

@@ -75,7 +75,7 @@ class VerifiersWorkflow(Workflow):
 
 
 def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
-    """Return the failure of an episode that has no result; None if the episode has a result.
+    """Return the failure of an episode without a result; None if the episode has a result.
 
     Of several failures, returns the one least related to the task: a dead sandbox before an error of the code in it. A
     failed model call without a later success is a failure, even if the agent took it for the end of the episode.

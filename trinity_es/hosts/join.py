@@ -168,7 +168,7 @@ class HostRun:
         """Monotonic time at which a leaving host ends, even if it still has units (runs that it has been given)."""
 
     def leave(self, reason: str, within: float) -> None:
-        """Drain the host and end it. Tasks that its runners have not finished within `within` s run elsewhere."""
+        """Drain the host and end it. Tasks that are unfinished after `within` s run elsewhere."""
         if not self._reason:
             self._reason, self._leave_deadline = reason, time.monotonic() + within
 

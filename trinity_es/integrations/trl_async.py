@@ -78,7 +78,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
         self._samples_left: dict[int, int] = {}
-        """{batch number: number of samples that the trainer has not taken yet}."""
+        """{batch number: number of samples that the trainer still has to take}."""
         self._taken_batches: deque[list[str]] = deque([[]])
         """For each of the last steps the ids of batches whose last sample was taken; the current step is last."""
         self._done_count = 0
@@ -299,7 +299,7 @@ def _trained_mask(experience: Experience) -> np.ndarray[Any, Any]:
 def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
     """Return TRL's sample of an experience.
 
-    Raises DataError if the experience has no logprobs, no advantages, or different advantages for its tokens.
+    Raises DataError if the experience lacks logprobs or advantages, or different advantages for its tokens.
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 

@@ -93,7 +93,7 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def error_message(data: bytes) -> str:
-    """Return the error message in a response's body; the first 200 bytes if the body has no message."""
+    """Return the error message in a response's body; the first 200 bytes without a message."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")

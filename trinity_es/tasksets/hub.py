@@ -166,7 +166,7 @@ class HubRows:
 
 
 class _Unreachable(TasksetError):
-    """The hub is unreachable, and the cache has no usable copy."""
+    """The hub is unreachable, and the cache lacks a usable copy."""
 
     def __init__(self, dataset: str, reason: str, fetch_call: str) -> None:
         super().__init__(

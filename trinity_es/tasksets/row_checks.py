@@ -291,7 +291,7 @@ def _map_object(
 
 
 def _may_fail(arrow_type: Any) -> bool:
-    """Return whether some values of this Arrow type have no JSON form."""
+    """Return whether some values of this Arrow type lack a JSON form."""
     import pyarrow
 
     types = pyarrow.types

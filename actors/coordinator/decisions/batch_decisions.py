@@ -275,7 +275,7 @@ def add(
 
 
 def require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
-    """Raise DataError if a task has no run."""
+    """Raise DataError if a task lacks a run."""
     for task, runs in enumerate(repeat_times):
         if runs < 1:
             raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {runs}, expected at least 1")
@@ -347,7 +347,7 @@ def reopen(
     """Return the events that run ended tasks of an open batch again: all their runs, with the usual number of attempts.
 
     A repeated `request` gives no events. Raises BatchNotFound, and DataError for an ended batch, whose result was
-    handed out, and for a task that has not ended.
+    handed out, and for an open task.
     """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: no batch with this id was submitted")

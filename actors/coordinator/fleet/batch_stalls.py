@@ -1,4 +1,4 @@
-"""Detection of stalls: open batches that had no new event for too long. An event records what such a batch waits for.
+"""Detection of stalls: open batches without a new event for too long. An event records what such a batch waits for.
 
 `check` runs every few seconds and reads memory only. A new version of a batch's stream shows progress, so times are
 late by one check at most. A stall is recorded once, and again when its cause changes. A batch that waits only for its

@@ -1,7 +1,7 @@
 """External vLLM servers that serve as engines (`engine_type: http`), added and removed while the run goes on.
 
 The coordinator repeats the list of wanted runners to the guardian, so that a lost message or a restart does no harm. A
-runner whose server was removed gets no new units. It retires once it has no units and loads no weights. After
+runner whose server was removed gets no new units. It retires once it is without units and loads no weights. After
 `drain_timeout` it retires in any case, and its remaining units go to other runners. In mode `serve` the coordinator
 does not see the requests of proxies, so there a ready runner retires only after `drain_timeout`.
 """
@@ -100,7 +100,7 @@ class ServerFleet:
 
     @property
     def trouble(self) -> str | None:
-        """Problem with the list of servers; "" if it has none, None if this run has no external servers."""
+        """Problem with the list of servers; "" without one, None if this run has no external servers."""
         if not self.enabled:
             return None
         return "" if self._reader is None else self._reader.trouble
@@ -128,7 +128,7 @@ class ServerFleet:
         return f"{problem}; {weights_advice(url)}" if refusal else problem
 
     def _is_drained(self, life: RunnerLife, unit_count: int) -> bool:
-        """Return True if a leaving runner has no units and loads no weights, or if `drain_timeout` has passed since the
+        """Return True if a leaving runner lacks units and loads no weights, or if `drain_timeout` has passed since the
         first call."""
         assert self._settings is not None
         now = self._registry.sender.now()

@@ -110,7 +110,7 @@ class HostFleet:
         self._head_end, self._epoch, self._handle, self._end_runner = head_end, epoch, handle, end_runner
         self._models = models
         self._connected_epochs: dict[str, int] = {}
-        """Host -> epoch of its connection. A host that was just admitted has no connection yet."""
+        """Host -> epoch of its connection. A host that was just admitted gets its connection later."""
         # A host that was silent under an earlier coordinator does not get the whole time again, only enough to return.
         earliest = registry.sender.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
         self._heard_at = {host: max(at, earliest) for host, at in heard_at.items()}
@@ -222,7 +222,7 @@ class HostFleet:
                     self._lose(event)
 
     def drain(self, name: str, reason: str) -> None:
-        """Give a host no new units. Once its runners have no units left, it may leave."""
+        """Give a host no new units. Once its runners are without units, it may leave."""
         self._live.record(*hosts.drain(self._live.hosts, name, reason))
 
     def status(self) -> list[dict[str, Any]]:

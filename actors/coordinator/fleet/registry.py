@@ -50,7 +50,7 @@ class RunnerRecord:
     has_adapters: bool = False
     """True once the runner has served all adapters at the same time. It gets no units before."""
     adapters_order: int | None = None
-    """Number of the order to load adapters that the runner has not answered."""
+    """Number of the unanswered order to load adapters."""
     adapters_since: float = 0.0
     """Time at which that order was sent, in monotonic seconds."""
     adapters_failures: int = 0
@@ -102,7 +102,7 @@ class RunnerRegistry:
         return [r for r in self.ready_runners() if not self.is_leaving(r.name)]
 
     def living_processes(self) -> set[tuple[str, int]]:
-        """Return (name, incarnation) of each runner whose process has not ended, as far as the coordinator knows."""
+        """Return (name, incarnation) of each runner whose process still runs, as far as the coordinator knows."""
         return {(r.name, r.incarnation) for r in self.runners.values() if not r.state.gone}
 
     def is_leaving(self, name: str) -> bool:

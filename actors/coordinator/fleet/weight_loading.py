@@ -48,7 +48,7 @@ class WeightLoading:
         self.group = WeightGroup(registry)
         self._rolling = rolling
         self._unreported = set[str]() if rolling is None else set(rolling.living_runners)
-        """Living runners that have not reported their status to this coordinator yet."""
+        """Living runners whose status this coordinator still lacks."""
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:

@@ -62,7 +62,7 @@ class CommandRouter:
         self._live, self._actor, self._log_end, self._in_hand = live, actor, log_end, in_hand
         self._handlers: dict[type[Command[Any]], HandlerRow] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
-        """Request id -> answer, the oldest first; None while the request has no answer."""
+        """Request id -> answer, the oldest first; None while the request is open."""
         self._senders: dict[str, Any] = {}
         """Request id -> address of the client that waits for the answer."""
         self._undone: dict[str, CommandRequest[Any]] = {}

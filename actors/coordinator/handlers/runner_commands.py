@@ -40,7 +40,7 @@ class _Question:
 
     names: list[str]
     silent_names: set[str]
-    """Names of the runners that have not answered."""
+    """Names of the runners whose answers are missing."""
     done: Callable[[States], None]
     answers: States = field(default_factory=dict)
 

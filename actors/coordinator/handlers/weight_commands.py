@@ -106,7 +106,7 @@ class LoadHandlers:
                 self._end_wait(request_id)
 
     def _end_wait(self, request_id: str, timed_out: str = "") -> None:
-        """End a wait, and answer its request. `timed_out` is the error for each runner that has not answered."""
+        """End a wait, and answer its request. `timed_out` is the error for each runner without an answer."""
         request, awaited, answer = self._waiting.pop(request_id)
         self.actor.cancel(f"loads:{request_id}")
         for waiters in (self.weights.waiters, self.adapters.waiters):

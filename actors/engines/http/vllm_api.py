@@ -170,7 +170,7 @@ class VLLMServer:
         return any(start_time < moment for start_time in self._start_times.values())
 
     def unanswered(self, last_answer_at: float) -> str:
-        """Return a message if requests for tokens have had no answer for UNANSWERED_SECONDS; else an empty text."""
+        """Return a message if requests for tokens were unanswered for UNANSWERED_SECONDS; else an empty text."""
         silent_since = max(last_answer_at, min(self._start_times.values(), default=math.inf))
         silent_seconds = time.monotonic() - silent_since
         if silent_seconds < UNANSWERED_SECONDS:
@@ -296,7 +296,7 @@ class VLLMServer:
         )
 
     async def label(self) -> str | None:
-        """Return the label of the server's weights, which its process keeps in memory; None if it has no labels."""
+        """Return the label of the server's weights, which its process keeps in memory; None without labels."""
         answer = await self.request("GET", "/weight_info", seconds=STATUS_SECONDS)
         if answer.status_code in (404, 405):
             return None

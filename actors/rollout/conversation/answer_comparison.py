@@ -97,7 +97,7 @@ def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
 def _name_and_arguments(function: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return a tool call's name and arguments, which may be JSON text. Raises ValueError if it has no name."""
+    """Return a tool call's name and arguments, which may be JSON text. Raises ValueError without a name."""
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str):
         raise ValueError("a tool call has no function name")

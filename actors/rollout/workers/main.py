@@ -49,7 +49,7 @@ class _RunnerConnection:
         self.send_lock = threading.Lock()
         self.call_numbers = itertools.count()
         self.results: dict[int, Future[Any]] = {}
-        """Future result of each call that the runner has not answered, by the call's number."""
+        """Future result of each unanswered call, by the call's number."""
         self.orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.play_number = 0
         """Number of the current run; 0 if there is none."""

@@ -63,7 +63,7 @@ def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str,
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
-    """Return the hash at a position of the log, which ends at `head`; None if it has no such event."""
+    """Return the hash at a position of the log, which ends at `head`; None without such an event."""
     if position == 0:
         return schema.GENESIS
     if position == head.position:

@@ -35,7 +35,7 @@ _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
 TLS_TROUBLE = re.compile(
     r"certificate verify failed|certificate for .* does not match|root certificate file|server does not support SSL"
 )
-"""Messages of libpq about a server that has no valid certificate. A retry does not help."""
+"""Messages of libpq about a server without a valid certificate. A retry does not help."""
 NO_ROOM = re.compile(r"too many connections|too many clients|remaining connection slots|no more connections allowed")
 """Messages of a server or a pooler without a free connection."""
 POOLED = re.compile(r"in statement pooling mode")

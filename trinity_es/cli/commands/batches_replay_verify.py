@@ -102,7 +102,7 @@ def _require_one_of(option: str, value: str | None, choices: Sequence[str]) -> N
 
 
 def _longest_delay(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    """Return the longest phase of a batch, with its seconds and its text; None if the batch has no phases."""
+    """Return the longest phase of a batch, with its seconds and its text; None without phases."""
     timeline = attempts.fold_timeline(log.events(row.batch_id, row.first_position - 1))
     segment = critical_path.longest_segment(timeline, log.without_coordinator(row.first_position))
     return None if segment is None else {"seconds": segment.seconds, "what": segment.what, "fault": segment.fault}

@@ -72,7 +72,7 @@ def rollouts(request: PageRequest) -> Page:
 def rollout(request: PageRequest) -> Page:
     """Return the page `/rollout?id=BATCH&task=T&run=R&step=I`: one run, with its experience number I.
 
-    The page of a run that has not ended has no experiences.
+    The page of an open run is without experiences.
     """
     batch = _cached_timeline(request, request.batch_id())
     if (page := _open_run_page(request, batch)) is not None:
@@ -101,7 +101,7 @@ def rollout(request: PageRequest) -> Page:
 
 
 def _open_run_page(request: PageRequest, batch: BatchTimeline) -> Page | None:
-    """Return the page of a run that has not ended; None if the run has ended or does not exist."""
+    """Return the page of an open run; None if the run has ended or does not exist."""
     task, run = request.number("task"), request.number("run")
     if batch.row(task, run) is not None or task >= len(batch.tasks) or run >= batch.tasks[task].runs:
         return None
