@@ -19,8 +19,8 @@ from trinity_es.events.flat_columns import Array, FlatColumn, Rows, presence
 from trinity_es.events.payload_format import Column, ColumnKey, Payload
 
 __all__ = [
-    "JSON", "TEXTS", "VECTORS", "Decoded", "Decoder", "columns_of", "difference", "fields_of", "item_of", "same_array",
-    "source_numbers",
+    "JSON", "TEXTS", "VECTORS", "Decoded", "Decoder", "array_fields_of", "columns_of", "difference", "fields_of",
+    "item_of", "same_array", "source_numbers",
 ]
 
 Fields = dict[str, Any]
@@ -199,13 +199,24 @@ def _concatenated(arrays: Sequence[Array]) -> Array:
 def fields_of(decoded: Decoded) -> list[Fields]:
     """Return the fields of each experience. Arrays are views of the columns, JSON values are copies."""
     all_fields = [_fields_without_arrays(item) for item in orjson.loads(orjson.dumps(decoded.items))]
-    for (name, key, _), column in decoded.columns.items():
+    _set_arrays(all_fields, decoded.columns)
+    return all_fields
+
+
+def array_fields_of(payload: Payload) -> list[Fields]:
+    """Return the array fields of each experience of a payload without sources, as views of the payload."""
+    all_fields = [{**dict.fromkeys(ARRAYS), "multi_modal_inputs": {}} for _ in payload.items]
+    _set_arrays(all_fields, payload.columns)
+    return all_fields
+
+
+def _set_arrays(all_fields: Sequence[Fields], columns: Mapping[ColumnKey, FlatColumn]) -> None:
+    for (name, key, _), column in columns.items():
         for fields, array in zip(all_fields, column.arrays(), strict=True):
             if array is not None and key is None:
                 fields[name] = array
             elif array is not None:
                 fields[name][key] = array
-    return all_fields
 
 
 def _fields_without_arrays(item: Fields) -> Fields:

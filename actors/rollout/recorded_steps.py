@@ -9,10 +9,11 @@ and nothing is recorded.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
+from random import Random
 from typing import Any
 
 from trinity_es.actors.rollout.leases import call_async, run_without_loop, running_loop
@@ -30,8 +31,13 @@ class RunSteps:
 
     def __init__(self, journal: RunJournal | None = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._journal, self._loop = journal, loop
-        self.random = random.Random(0)
+        self.seed = ""
+        """Seed of `random`, the same at each attempt."""
         self.possibly_delivered = [] if journal is None else journal.kept.possibly_delivered
+
+    @cached_property
+    def random(self) -> Random:
+        return Random(self.seed)
 
     async def step_async(self, name: str, fn: Callable[..., Any], args: Sequence[Any], idempotent: bool) -> Any:
         return await self._run(name, fn, args, idempotent, sync=False)

@@ -86,7 +86,7 @@ class WorkflowRunner:
         self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
         """Run a task and return its status and experiences; evals return no experiences."""
-        result = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
+        result = await self.execute(_copy_of(task), batch_id, range(run_id_base, run_id_base + repeat_times))
         message = None
         if result.failures:
             message = f"{len(result.results)}/{repeat_times} runs completed. First error: {result.failures[0][2]}"
@@ -104,7 +104,8 @@ class WorkflowRunner:
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
         leases: LeaseRecorder | None = None, journal: Callable[[int], RunJournal] | None = None,
     ) -> UnitResult:
-        """Execute these runs of a task within `timeout` seconds. Failures are in the result; only cancellation raises.
+        """Execute these runs of a task, which they may change, within `timeout` seconds. Failures are in the result;
+        only cancellation raises.
 
         `journal(run)` returns the journal of a run; the time of its lost attempts counts towards `timeout`.
         """
@@ -133,7 +134,7 @@ class WorkflowRunner:
                                 *self._auxiliary_models(task, own_journal),
                             ]
                             row["state"] = models[0].workflow_state
-                            models[0].steps.random.seed(name)
+                            models[0].steps.seed = name
                             if leases is not None:
                                 models[0].leases = RunLeases(leases, part.start)
                             stack.callback(models[0].leases.close)
@@ -145,7 +146,8 @@ class WorkflowRunner:
                                 )
                             else:
                                 begin_times.append(self.clock())
-                                await self._run_in_this_process(cls, _copy_of(task), part, repeats, models, part_result)
+                                own_task = task if len(parts) == 1 else _copy_of(task)
+                                await self._run_in_this_process(cls, own_task, part, repeats, models, part_result)
                             for experience in part_result.experiences if models[0].steps.possibly_delivered else ():
                                 experience.info["possibly_delivered"] = models[0].steps.possibly_delivered
                 except Exception as e:

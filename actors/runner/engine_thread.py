@@ -76,9 +76,11 @@ _P = ParamSpec("_P")
 def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Concatenate[EngineThread, _P], None]:
     """Return a method that schedules `work` on the engine's loop, from any thread, and returns at once."""
 
+    is_async = inspect.iscoroutinefunction(work)
+
     @functools.wraps(work)
     def scheduled(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if inspect.iscoroutinefunction(work):
+        if is_async:
             asyncio.run_coroutine_threadsafe(work(self, *args, **kwargs), self.loop)
         else:
             self.loop.call_soon_threadsafe(functools.partial(work, self, *args, **kwargs))

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
-from trinity_es.events.experience_encoding import Decoder, columns_of, difference, fields_of, source_numbers
+from trinity_es.events.experience_encoding import Decoder, array_fields_of, columns_of, difference, source_numbers
 from trinity_es.events.payload_format import Payload, decoding, encode
 from trinity_es.events.store.payloads.payload_store import PayloadStore, inline, inlined, is_inline
 from trinity_es.events.vocabulary import PayloadRef
@@ -58,8 +58,10 @@ def read_columns(
     """
     opened, decoder = _OpenPayloads(payloads, mapped), Decoder()
     opened.open([ref.digest for ref in refs], kept)
-    for ref in refs:
-        opened.add(decoder, ref.digest, opened.payloads[ref.digest], ref.first, ref.count)
+    rows = accumulate((ref.count for ref in refs), initial=0)
+    for (digest, _), stretch in groupby(zip(refs, rows, strict=False), lambda p: (p[0].digest, p[0].first - p[1])):
+        parts = [ref for ref, _ in stretch]  # they follow one another in the payload
+        opened.add(decoder, digest, opened.payloads[digest], parts[0].first, sum(ref.count for ref in parts))
     return ExperienceColumns(decoder.decoded())
 
 
@@ -217,11 +219,10 @@ class _Originals:
         return encode(items, columns_of(arrays), list(sources))
 
     def _open(self, digest: str) -> tuple[Payload, list[Fields]]:
-        """Return a raw payload and the fields of all its experiences. Open and decode it at the first call."""
+        """Return a raw payload and the array fields of all its experiences. Open it at the first call."""
         if digest not in self._opened:
-            payload, decoder = Payload(self._raw[digest], checked=True), Decoder()
-            decoder.add(payload, range(len(payload.items)), {})
-            self._opened[digest] = payload, fields_of(decoder.decoded())
+            payload = Payload(self._raw[digest], checked=True)
+            self._opened[digest] = payload, array_fields_of(payload)
         return self._opened[digest]
 
     def _release(self, digest: str) -> None:
