@@ -82,7 +82,7 @@ def with_options(base: Sampling, options: Mapping[str, Any], error: type[Trinity
 
     `where` says where the options come from; error messages begin with it.
     """
-    unknown = sorted(set(options) - set(_OPTIONS))
+    unknown = sorted(name for name in options if name not in _RULES)
     if unknown:
         raise error(f"{where}: no sampling option is called {', '.join(unknown)}; known are {', '.join(_OPTIONS)}")
     values: dict[str, Any] = {name: getattr(base, name) for name in _OPTIONS}
