@@ -339,12 +339,13 @@ class Experience:
     @classmethod
     def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
         """Return a payload with these experiences. Equal ones give equal bytes. Raises DataError as `validate`."""
+        for e in experiences:
+            e.validate()
         items = [e.item() for e in experiences]
         return encode(items, columns_of([e.__dict__ for e in experiences]))
 
     def item(self) -> dict[str, Any]:
-        """Return the JSON that a payload holds of this experience beside its arrays. Raises DataError as `validate`."""
-        self.validate()
+        """Return the JSON that a payload holds of this experience beside its arrays. The experience must be valid."""
         eid = self.eid
         return item_of(self.__dict__, self._as_json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 

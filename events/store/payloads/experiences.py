@@ -150,7 +150,7 @@ def write_delivered(
 
     The new payloads refer to raw ones for unchanged fields, so the raw ones must be kept as long. A small payload is in
     its reference itself. If `raw` is {}, the new payloads are complete and in the store. Pass the `keys` of all
-    experiences if `experiences` is a generator.
+    experiences if `experiences` is a generator. All of them must be valid (`Experience.validate`).
     """
     if keys is None:
         experiences = list(experiences)
