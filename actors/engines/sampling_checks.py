@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -30,6 +31,7 @@ MOST_CHARACTERS = 8 * MOST_TOKENS
 MOST_TOP_LOGPROBS = 20
 """Maximum of `top_logprobs`, as in vLLM and OpenAI's API."""
 _OPTIONS = tuple(f.name for f in fields(Sampling))
+_values_of = attrgetter(*_OPTIONS)
 
 
 def _number(low: float, high: float = float("inf"), above: bool = False) -> Callable[[Any], bool]:
@@ -85,7 +87,7 @@ def with_options(base: Sampling, options: Mapping[str, Any], error: type[Trinity
     unknown = sorted(name for name in options if name not in _RULES)
     if unknown:
         raise error(f"{where}: no sampling option is called {', '.join(unknown)}; known are {', '.join(_OPTIONS)}")
-    values: dict[str, Any] = {name: getattr(base, name) for name in _OPTIONS}
+    values: dict[str, Any] = dict(zip(_OPTIONS, _values_of(base), strict=True))
     for name, value in options.items():
         if name == "stop":
             value = [] if value is None else [value] if isinstance(value, str) else value
