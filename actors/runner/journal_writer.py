@@ -51,13 +51,17 @@ class Journal:
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled, write queued records at once, and the new tokens of open calls at each interval."""
+        """Until cancelled, write queued records at once, and the new tokens of open calls at each interval.
+
+        While no unit runs and all is synced, wait for the next unit without waking up.
+        """
         with contextlib.suppress(Exception):  # the first write retries, and logs the error
             await self._in_thread(self._open)
         due = time.monotonic() + self._settings.seconds
         while True:
+            seconds = max(0.0, due - time.monotonic()) if self._active or self._unsynced else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(0.0, due - time.monotonic()))
+                await asyncio.wait_for(self._wake.wait(), seconds)
             self._wake.clear()
             records, durable = [data for data, _ in self._waiting], self._durable
             self._durable = False
@@ -95,6 +99,8 @@ class Journal:
 
     def begin(self, key: Key) -> None:
         """Keep all segments from the current one on until this unit (runs of one task) is released."""
+        if not self._active:
+            self._wake.set()
         self._active.add(key)
         self._units[self._segment].add(key)
 
@@ -117,6 +123,8 @@ class Journal:
         except Exception as e:
             self._fail(e)
         else:
+            if not self._unsynced:
+                self._wake.set()
             self._unsynced = True
             self._grow(len(data))
 

@@ -39,7 +39,7 @@ __all__ = [
 START_SECONDS = 30.0
 STOP_SECONDS = 5
 """How long open connections may take to end when the server stops."""
-DATE_SECONDS = 1.0
+DATE_SECONDS = 10.0
 """How long responses may repeat the same date header."""
 KEEP_ALIVE_SECONDS = 60
 """How long an idle connection is kept: much longer than clients keep it, because clients must close it first."""
