@@ -16,6 +16,7 @@ one."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import socket
@@ -34,7 +35,7 @@ from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
 from trinity_es.actors.coordinator.fleet.external_servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners, lease_fields, start_head
-from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
+from trinity_es.actors.coordinator.fleet.lease_releases import release_in_thread
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_while_unwritable import HeldRequests
@@ -154,17 +155,18 @@ class Coordinator(BaseActor):
         self.handlers = Handlers(
             config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
             in_hand=RequestsInHand(in_hand_file, system_start), log_end=session.log_end,
-            releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
+            release=functools.partial(release_in_thread, self.post), alive=self.alive, epoch=session.lease.epoch,
             trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
             hosts=lambda: self.hosts,
         )
         self.held_requests.router = self.handlers.router
         self.fleet = self.handlers.fleet
         if config.explorer.runner_state_report_interval > 0:
-            self.handlers.runners.report(config.explorer.runner_state_report_interval, self.report_states)
-        explorer, registry = config.explorer, self.fleet.registry
+            write = functools.partial(self.log.info, "runners:\n%s")
+            self.handlers.runners.report(config.explorer.runner_state_report_interval, write)
+        explorer = config.explorer
         self.stalls = Stalls(
-            self.live, registry, explorer.stall_after, registry.clock, attempt_timeout=explorer.max_timeout,
+            self.fleet.registry, explorer.stall_after, attempt_timeout=explorer.max_timeout,
             sequential=explorer.concurrent_mode == "sequential",
         )
         self.every(min(STALL_CHECK_SECONDS, explorer.stall_after / 2), "stalls", self.stalls.check)
@@ -177,8 +179,13 @@ class Coordinator(BaseActor):
         if self.certificate is None:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
+
+        def shared_folders() -> list[str]:  # called in a thread
+            weights = "" if self.live.weights.in_memory_only else self.live.weights.path
+            return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
+
         hosts_while_running = lambda: self.hosts if self.running else None  # noqa: E731
-        listener = start_head(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
+        listener = start_head(settings, self.certificate, self.post, hosts_while_running, shared_folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, listener, epoch=self.require_session().lease.epoch,
             handle=self._handle, end_runner=lambda death: self._handle(death, None),
@@ -186,11 +193,6 @@ class Coordinator(BaseActor):
             heard_at=self.hosts_heard,
         )
         self.every(HOSTS_SECONDS, "hosts", self.hosts.check_connections)
-
-    def shared_folders(self) -> list[str]:
-        """Return the folders of models and current weights, which other hosts need too; called in a thread."""
-        weights = "" if self.live.weights.in_memory_only else self.live.weights.path
-        return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
 
     def send(self, to: Any, message: Any) -> None:
         """Send to an actor on this host, or to a process on another host."""
@@ -272,7 +274,7 @@ class Coordinator(BaseActor):
         self.handlers.leases.forget()
         self.handlers.journals.forget()
 
-    def announce_waiting(self, error: Exception) -> None:
+    def announce_waiting(self) -> None:
         """Have the guardian send clients to this coordinator, which answers them why it can't start."""
         self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
@@ -335,16 +337,13 @@ class Coordinator(BaseActor):
         if self.running:
             check()
 
-    def report_states(self, table: str) -> None:
-        """Log a table of the runners' activity."""
-        self.log.info("runners:\n%s", table)
-
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Wait for outputs, leases and pipeline (OUTPUT_SECONDS at most), then close the session; batches stay open."""
         self.retiring_since = self.retiring_since or self.now()
         is_busy = self.running and (
-            self.outputs.is_busy() or self.handlers.leases.is_busy() or not self.pipeline.close(self.log_close_problem)
+            self.outputs.is_busy() or self.handlers.leases.is_busy()
+            or not self.pipeline.close(lambda problem: self.log.warning("%s", problem))
         )
         if is_busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
@@ -366,10 +365,6 @@ class Coordinator(BaseActor):
         if self.leader_lock is not None:
             self.leader_lock.stop()
         self.send(self.guardian, Retired())
-
-    def log_close_problem(self, problem: str) -> None:
-        """Log an operator that could not be closed."""
-        self.log.warning("%s", problem)
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import orjson
+
 from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.requests import Parcel, Reply, pack
+from trinity_es.actors.requests import Parcel, Reply
 from trinity_es.events.errors import LogRewound, error_to_dict
 from trinity_es.events.store.database.retry import is_transient
-from trinity_es.events.store.payloads.payloads import PayloadStore
 
 __all__ = ["HeldRequests"]
 
@@ -52,7 +53,12 @@ class HeldRequests:
             self._answer(request, sender, error)
             return
         if isinstance(command, GetStatus):
-            self._answer_status(request, sender, error)
+            if self.router is not None:
+                self.router.take(request, sender)
+            else:
+                trouble = f"the log can't be written: {error}"
+                status = {"batches": [], "runners": [], "trouble": trouble, "refuses": True}
+                actor.send(sender, Reply(request.id, Parcel(orjson.dumps(status))))
             return
         if self.router is not None and self.router.answer_if_repeated(request, sender):
             return
@@ -75,16 +81,5 @@ class HeldRequests:
         for request, sender in requests.values():
             self.router.take(request, sender)
 
-    def _answer_status(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
-        """Answer `status` by the router, or with the trouble alone before the log has opened."""
-        if self.router is not None:
-            self.router.take(request, sender)
-            return
-        value = {"batches": [], "runners": [], "trouble": f"the log can't be written: {error}", "refuses": True}
-        self._actor.send(sender, Reply(request.id, pack(value, _NOWHERE), None))
-
     def _answer(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
         self._actor.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
-
-
-_NOWHERE: PayloadStore = None  # type: ignore[assignment]  # a value this short is not stored

@@ -27,7 +27,8 @@ from trinity_es.projections.host_states import host_of
 
 __all__ = [
     "Capacity", "abort", "add", "apply_outcome", "decide_recovery", "dispatch", "end_finalizing", "fail_finalizing",
-    "lose_runner", "reopen", "report_missing_groups", "require_batch", "require_runs", "start_finalizing", "submit",
+    "find_open_tasks", "lose_runner", "reopen", "report_missing_groups", "require_batch", "require_runs",
+    "start_finalizing", "submit",
 ]
 
 SLACK_PLACES = 0.25
@@ -255,7 +256,7 @@ def require_batch(
     return batch
 
 
-def _open_tasks(batch: BatchState) -> list[int]:
+def find_open_tasks(batch: BatchState) -> list[int]:
     """Return the tasks that are neither settled nor dropped."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
@@ -289,7 +290,7 @@ def start_finalizing(
     With `return_partial` the finished runs of dropped tasks go through the pipeline too; with `cut` the dropped tasks
     of a train batch can go on in a later one. `groups`: as in BatchFinalizing.
     """
-    open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
+    open_tasks, is_eval = find_open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
     if open_tasks:
         partly_done = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
@@ -330,7 +331,7 @@ def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) 
     """Return the events that abort a batch with its result so far; none for an unknown or ended batch."""
     if batch is None or batch.state.ended:
         return []
-    open_tasks = _open_tasks(batch)
+    open_tasks = find_open_tasks(batch)
     events: list[ev.Event] = []
     if open_tasks:
         events.append(ev.TaskDropped(tasks=open_tasks, reason=f"batch aborted: {reason}"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions.batch_decisions import require_runs
+from trinity_es.actors.coordinator.decisions.batch_decisions import find_open_tasks, require_runs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch
 from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
@@ -70,7 +70,7 @@ def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
     """Return the event that drops the unsettled tasks, if any. With `return_partial` their finished runs are kept."""
-    open_tasks = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
+    open_tasks = find_open_tasks(batch)
     if not open_tasks:
         return []
     partly_done = [task for task in open_tasks if return_partial and batch.tasks[task].done]

@@ -7,11 +7,9 @@ trainer is not stalled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
@@ -40,18 +38,18 @@ class Stalls:
     """Detector of stalls in the open batches of a live state."""
 
     def __init__(
-        self, live: LiveState, registry: RunnerRegistry, stall_seconds: float, clock: Callable[[], float], *,
-        attempt_timeout: float | None = None, sequential: bool = False,
+        self, registry: RunnerRegistry, stall_seconds: float, *, attempt_timeout: float | None = None,
+        sequential: bool = False,
     ) -> None:
-        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds. `attempt_timeout`
-        is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other."""
-        self.live, self.registry, self.stall_seconds, self.clock = live, registry, stall_seconds, clock
+        """Batches without a new event for `stall_seconds` are stalled. `attempt_timeout` is `explorer.max_timeout`;
+        `sequential`: the runs of a unit run one after the other."""
+        self.live, self.registry, self.stall_seconds = registry.live, registry, stall_seconds
         self.attempt_timeout, self.sequential = attempt_timeout, sequential
         self._watched: dict[BatchId, _Watched] = {}
 
-    def check(self, now: float | None = None) -> None:
+    def check(self) -> None:
         """Record a StallDetected for each stalled batch whose cause is not recorded yet."""
-        now = self.clock() if now is None else now
+        now = self.registry.clock()
         for batch in self.live.batches.values():
             self._note_changes(batch, now)
         for ended_id in self._watched.keys() - self.live.batches.keys():

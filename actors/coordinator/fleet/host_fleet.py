@@ -206,7 +206,7 @@ class HostFleet:
         """Record the loss of hosts that were silent for too long, and tell drained hosts that they may leave."""
         now = self._registry.sender.now()
         present_hosts, open_connections = self.present(), self._head_end.last_heard()
-        units = self._unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
+        units = self.unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
         for host in present_hosts:
             if self._is_connected(host):
                 if host.state == "draining" and not units.get(host.name):
@@ -230,7 +230,7 @@ class HostFleet:
         now = self._registry.sender.now()
         shown_hosts = [h for h in self._live.hosts.values() if h.there or (
             h.state == "lost" and now - self._lost_at.get(h.name, float("-inf")) < SHOWN_SECONDS)]
-        unit_counts, runners_by_host = self._unit_counts(), dict[str, list[str]]()
+        unit_counts, runners_by_host = self.unit_counts(), dict[str, list[str]]()
         for name, runner in self._registry.runners.items():
             if not runner.state.gone:
                 runners_by_host.setdefault(host_of(name), []).append(name)
@@ -289,10 +289,7 @@ class HostFleet:
             if life.state not in end_states or loads.get((life.name, life.incarnation)):
                 self._end_runner(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
-    def unit_count(self, host: str) -> int:
-        return self._unit_counts().get(host, 0)
-
-    def _unit_counts(self) -> dict[str, int]:
+    def unit_counts(self) -> dict[str, int]:
         """Return the number of units in flight on each host that has any."""
         counts: dict[str, int] = {}
         for (name, _), load in self._live.in_flight.loads.items():

@@ -165,8 +165,8 @@ class RunnerLifecycle:
                 try:
                     self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # none of the events was recorded, so the unit has failed
-                    failed = batches.apply_outcome(batch, *life, unrecordable_outcome(outcome, e))
-                    self.live.record_batch(outcome.batch_id, failed)
+                    failed = _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {e}")
+                    self.live.record_batch(outcome.batch_id, batches.apply_outcome(batch, *life, failed))
             host = host_of(message.name)
             if outcome.lacks and host:
                 self.dispatcher.rest_host(host)
@@ -177,11 +177,6 @@ class RunnerLifecycle:
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen = runner.progressed = runner.finished = self.registry.clock()
             self.dispatcher.acknowledge(message.name, message.number)
-
-
-def unrecordable_outcome(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
-    """Return a failed outcome for a unit whose results or error messages the log can't hold."""
-    return _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {error}")
 
 
 def _failed_outcome(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:

@@ -101,7 +101,10 @@ class TrainerHandlers:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log: acknowledge a batch that was submitted")
         if batch.state is not BatchLifecycleState.FINALIZED:
             raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
-        if batch.trained_step != step or self._was_redelivered(batch_id):
+        log = self.live.log
+        if batch.trained_step != step or self.live.fetch(
+            ("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)
+        ):
             trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
             self.live.record_batch(batch_id, [trained])
             self.live.when_durable(self.retention.wake)
@@ -131,11 +134,6 @@ class TrainerHandlers:
             live.record(event)
         self.on_trainer_restarted(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
-
-    def _was_redelivered(self, batch_id: BatchId) -> bool:
-        """Return True if a resumed trainer got a batch again after its last acknowledgement. May raise NotRead."""
-        log = self.live.log
-        return bool(self.live.fetch(("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)))
 
 
 def _resume_data(

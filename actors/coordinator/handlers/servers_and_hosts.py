@@ -41,7 +41,7 @@ class MachineHandlers:
             names = ", ".join(sorted(hosts_by_name)) or "none besides the head's own"
             raise HostNotFound(f"no host {name!r} has joined; joined hosts: {names}")
         fleet.drain(name, request.command.reason)
-        epoch, units = hosts_by_name[name].epoch, fleet.unit_count(name)
+        epoch, units = hosts_by_name[name].epoch, fleet.unit_counts().get(name, 0)
         self.router.reply(request, DrainingHost(host=name, epoch=epoch, units=units))
 
 

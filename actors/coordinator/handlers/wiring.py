@@ -15,7 +15,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet, Releases
+from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet, Release
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
@@ -46,7 +46,7 @@ class Handlers:
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
+        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, release: Release,
         log_end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
@@ -75,7 +75,7 @@ class Handlers:
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(
             registry, weights, dispatcher, max_adapters, on_servers=on_servers, models=models)
-        self.leases = LeaseFleet(registry, actor, releases, self.journals.is_unread)
+        self.leases = LeaseFleet(registry, actor, release, self.journals.is_unread)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)

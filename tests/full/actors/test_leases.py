@@ -65,9 +65,9 @@ class Place(LiveLog):
         self.turn()
 
     def new_fleet(self) -> LeaseFleet:
-        return LeaseFleet(RunnerRegistry(self.live, self, lambda: self.clock), self, self)
+        return LeaseFleet(RunnerRegistry(self.live, self, lambda: self.clock), self, self.release)
 
-    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
+    def release(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         self.asked.append(([lease.taken.lease for lease in leases], done))
 
     def look(self) -> None:

@@ -170,11 +170,11 @@ class Memory:
         ready = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
         self.servers: dict[str, Server] = {}
         self.hosts: Hosts = {}
-        self.registry = RunnerRegistry(self, self)  # type: ignore[arg-type]  # they have what is used here
+        self.clock = ManualClock(1000.0)
+        self.registry = RunnerRegistry(self, self, self.clock)  # type: ignore[arg-type]  # they have what is used here
         self.runners = self.registry.runners
         self.runners["runner-0"] = RunnerRecord(ready)
-        self.clock = ManualClock(1000.0)
-        self.stalls = Stalls(self, self.registry, 10.0, self.clock, attempt_timeout=60.0)  # type: ignore[arg-type]  # all that it looks at
+        self.stalls = Stalls(self.registry, 10.0, attempt_timeout=60.0)
         state = fold(events)
         self.batches[state.batch_id] = state
 
