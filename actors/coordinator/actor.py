@@ -31,7 +31,7 @@ from trinity_es.actors.coordinator.delivery.operator_models import OperatorModel
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.batch_stalls import StallDetector
 from trinity_es.actors.coordinator.fleet.external_servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners, lease_fields, start_head
@@ -165,7 +165,7 @@ class Coordinator(BaseActor):
             write = functools.partial(self.log.info, "runners:\n%s")
             self.handlers.runners.report(config.explorer.runner_state_report_interval, write)
         explorer = config.explorer
-        self.stalls = Stalls(
+        self.stalls = StallDetector(
             self.fleet.registry, explorer.stall_after, attempt_timeout=explorer.max_timeout,
             sequential=explorer.concurrent_mode == "sequential",
         )
@@ -174,7 +174,6 @@ class Coordinator(BaseActor):
         self.recover()
 
     def listen_for_hosts(self) -> None:
-        """Listen for other hosts if the config says so."""
         settings = self.config.hosts
         if self.certificate is None:
             return
@@ -319,7 +318,6 @@ class Coordinator(BaseActor):
         os._exit(EXIT_CRASHED)
 
     def beat(self) -> None:
-        """Send the guardian a heartbeat."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         session = self.session
         epoch, log_end, hosts_heard = 0, None, dict[str, float]()
@@ -389,7 +387,11 @@ class Coordinator(BaseActor):
             return
 
         def handle() -> None:
-            self.take(request, sender)
+            failure = self.require_session().failure
+            if self.running:
+                self.handlers.router.take(request, sender)
+            elif failure is not None:
+                self.held_requests.take(request, sender, failure)
 
         if not self.running:
             handle()
@@ -397,14 +399,6 @@ class Coordinator(BaseActor):
             self.mark_checks.admit(message.known, message.by, handle, if_unreadable=True)
         else:
             self.mark_checks.after_runners(lambda: self.mark_checks.admit(message.known, message.by, handle))
-
-    def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Handle a request. While the log can't be written, refuse it, or leave it to be repeated by its client."""
-        failure = self.require_session().failure
-        if self.running:
-            self.handlers.router.take(request, sender)
-        elif failure is not None:
-            self.held_requests.take(request, sender, failure)
 
     def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
         """Handle a runner's status once its mark is checked. Requests that wait for this runner's mark go on then."""

@@ -164,7 +164,6 @@ def _read_batch(
 
 
 def _packed_tasks(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
-    """Return the tasks of these events, each packed for a message."""
     parcels: list[Parcel] = []
     for event in submissions:
         tasks = event.tasks if event.tasks is not None else orjson.loads(payloads.get(event.tasks_digest or ""))
@@ -222,7 +221,6 @@ class LiveState:
         return load_state(self.log, self.payloads, self._queue_capacity)
 
     def replace_state(self, loaded: Loaded) -> None:
-        """Replace the state in memory, and drop the turn."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self._greatest_id = loaded.greatest_id

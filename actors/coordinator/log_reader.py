@@ -74,7 +74,6 @@ class Reader:
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
     def _work(self, read: Callable[[], Any], done: Callable[[Any], None], seconds: float) -> None:
-        """Read in a thread of the pool, with retries for `seconds`, and post the result."""
         result: Any
         try:
             result = patiently(read, seconds=seconds)
@@ -115,7 +114,6 @@ class Watch:
         self._stopped.set()
 
     def _run(self) -> None:
-        """Probe until stopped, and note when the database last answered."""
         while not self._stopped.wait(WATCH_SECONDS):
             try:
                 has_answered = self._is_reachable()

@@ -6,12 +6,13 @@ Any other request triggers an attempt to write and gets its error, so the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter
+from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.requests import Parcel, Reply
 from trinity_es.events.errors import LogRewound, error_to_dict
@@ -23,25 +24,12 @@ TRY_SECONDS = 0.5
 """Minimum interval between two attempts that requests trigger."""
 
 
-class _Router(Protocol):
-    def take(self, request: CommandRequest[Any], sender: Any) -> None: ...
-    def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool: ...
-
-
-class FailedSession(Protocol):
-    """Session of the log that can't be written."""
-
-    failed_at: float
-    """Time of the last failed attempt to write, in monotonic seconds."""
-    try_again: Callable[[], None]
-
-
 class HeldRequests:
     """Requests that came while the log can't be written, and the answers to them."""
 
-    def __init__(self, actor: TimerHost, session: FailedSession) -> None:
+    def __init__(self, actor: TimerHost, session: LogSession) -> None:
         self._actor, self._session = actor, session
-        self.router: _Router | None = None
+        self.router: CommandRouter | None = None
         """Router of requests; None until the log has opened."""
         self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
         """Request id -> request and sender, held until the current attempt to write ends."""

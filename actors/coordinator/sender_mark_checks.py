@@ -73,7 +73,6 @@ class SenderMarkChecks:
             self._start_checks()
 
     def _start_checks(self) -> None:
-        """Have a thread check all waiting marks against the log."""
         self._is_checking = True
         checks, self._waiting_checks = self._waiting_checks, []
 

@@ -52,11 +52,9 @@ class UnitsInFlight:
                     self._drop(batch.batch_id, (event.runner, event.incarnation), [key])
             case ev.TaskDropped() | ev.BatchFinalized() | ev.BatchAborted():
                 for life, units in list(self._units.get(batch.batch_id, {}).items()):
-                    has_ended = batch.state.ended
-                    self._drop(batch.batch_id, life, [k for k in units if has_ended or k not in batch.flights])
+                    self._drop(batch.batch_id, life, [k for k in units if batch.state.ended or k not in batch.flights])
 
     def _add(self, batch_id: BatchId, life: Life, key: Key) -> None:
-        """Add a unit that was given to a runner."""
         runner, incarnation = life
         self._units.setdefault(batch_id, {}).setdefault(life, {})[key] = None
         self.loads[life] = self.loads.get(life, 0) + 1

@@ -298,7 +298,6 @@ class Guardian(BaseActor):
         self.on_child_ended(child, reason, asked=asked)
 
     def report_death(self, child: Child, *, asked: bool = False) -> None:
-        """Send the coordinator, if there is one, a report of a runner's end."""
         if self.coordinator_address is not None:
             self.send(self.coordinator_address, messages.RunnerDied(
                 child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,

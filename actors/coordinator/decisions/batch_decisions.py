@@ -193,7 +193,6 @@ def lose_runner(
 
 
 def _lost_attempt(batch: BatchState, flight: Flight, reason: str, *, blamed: bool) -> ev.AttemptFailed:
-    """Return the event that an attempt failed because its runner was lost."""
     unit = flight.unit
     return ev.AttemptFailed(
         task=unit.task, run_id_base=unit.run_id_base,

@@ -310,7 +310,8 @@ def _std(values: Sequence[np.float32], ddof: int) -> np.float32:
 
 
 def _set_advantages(operator: str, members: Sequence[Experience], advantages: Sequence[np.float32]) -> None:
-    """Set advantages and returns of each experience to its number where `action_mask` is true, to 0 elsewhere."""
+    """Set advantages and returns of each experience to its number where `action_mask` is true, to 0 elsewhere.
+    Raises DataError without an `action_mask`."""
     for experience, advantage in zip(members, advantages, strict=True):
         if experience.action_mask is None:
             raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one: "

@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
-from trinity_es.events.errors import ConfigError, CorruptPayload, PayloadNotFound
+from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_rows import ParquetTable, json_lines, require_parquet
 from trinity_es.events.private_files import make_private_folder
@@ -67,7 +67,6 @@ class _FolderOutput:
         self._folder_is_ready = False
 
     def write(self, key: str, experiences: ExperienceColumns) -> None:
-        """Write the experiences into the file with this key as its name. The file is created or replaced atomically."""
         data = self.encode(experiences)
         if not self._folder_is_ready:
             make_private_folder(self.folder)
@@ -126,11 +125,7 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
             label = f"{label}_{seen[label]}"
         if name in OUTPUTS:
             args["path"] = str(Path(run_dir) / args.get("path", f"outputs/{label}"))
-        output = build("output", name, args, OUTPUTS, "a class with write(key, experiences)")
-        if not callable(getattr(output, "write", None)):
-            raise ConfigError(f"output {name} has no method write(key, experiences): define it, or name another class",
-                              output=name)
-        outputs[label] = output
+        outputs[label] = build("output", name, args, OUTPUTS, "a class with write(key, experiences)", ["write"])
     return outputs
 
 
@@ -187,7 +182,6 @@ class _Follower:
         return self._is_working or (self._wake_up.is_set() and self.error is None)
 
     def _run(self) -> None:
-        """Write the new deliveries whenever the thread is woken. After a failure, retry after pauses that grow."""
         position_is_known, pause = False, FIRST_PAUSE
         while True:
             self._wake_up.wait(None if self.error is None else pause)
@@ -219,7 +213,6 @@ class _Follower:
         return position
 
     def _catch_up(self) -> None:
-        """Write each delivery in the log after this output's position."""
         until = self._log.head().position
         for recorded in self._log.read(types=_TYPES, after=self.position, until=until):
             self._write(recorded)

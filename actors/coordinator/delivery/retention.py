@@ -76,7 +76,6 @@ class Retention:
 
     # --- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Delete payloads whenever the thread is woken. First finish the last deletion of an earlier coordinator."""
         last_deletion_finished = False
         while True:
             self._wake_up.wait()

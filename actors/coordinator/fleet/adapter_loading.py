@@ -47,8 +47,7 @@ class AdapterLoading:
         excess = adapters.excess_error(self.live.adapters, self.room)
         if excess and not runner.has_adapters:
             if runner.state is RunnerState.READY:
-                failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess)
-                self.live.record(failed)
+                self.live.record(ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess))
         elif runner.up:
             # Without room the log may have adapters from an earlier config; requests for them are refused.
             if self.room == 0 or adapters.has_all(self.live.adapters, runner.adapters):
@@ -71,7 +70,6 @@ class AdapterLoading:
         return adapters.missing_error(self.live.adapters, message.adapters, self.room)
 
     def on_death(self, name: str) -> None:
-        """Stop waiting for a runner whose process ended."""
         for awaited in self.waiters:
             awaited.mark_done(name)
 

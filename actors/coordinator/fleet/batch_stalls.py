@@ -16,7 +16,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.explain import why
 from trinity_es.projections.why.system_state import BatchTimes, HostSnapshot, Key, RunnerSnapshot, SystemSnapshot
 
-__all__ = ["Stalls"]
+__all__ = ["StallDetector"]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Watched:
     """Cause of the stall that was last recorded since the batch's last progress."""
 
 
-class Stalls:
+class StallDetector:
     """Detector of stalls in the open batches of a live state."""
 
     def __init__(
@@ -64,8 +64,7 @@ class Stalls:
             cause = answer.waiting[0].key
             if answer.of_trainer or cause == watched.cause:
                 continue
-            stall = ev.StallDetected(waiting_on=answer.sentence, since=watched.moved_at)
-            self.live.record_batch(batch.batch_id, [stall])
+            self.live.record_batch(batch_id, [ev.StallDetected(waiting_on=answer.sentence, since=watched.moved_at)])
             watched.cause, watched.version = cause, batch.version  # this event is no progress
 
     def _note_changes(self, batch: BatchState, now: float) -> None:
@@ -80,7 +79,6 @@ class Stalls:
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
 
     def _snapshot(self) -> SystemSnapshot:
-        """Return the state of the system, the input of `why`."""
         fleet = self.registry.runners.values()
         unit_seconds = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         batches = {

@@ -128,7 +128,6 @@ class Dispatcher:
                 self.registry.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
 
     def cancel_units(self, batch: BatchState) -> None:
-        """Cancel the units in flight of this batch."""
         keys_by_life: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for key, flight in batch.flights.items():
             keys_by_life.setdefault((flight.runner, flight.incarnation), []).append(key)
@@ -139,7 +138,6 @@ class Dispatcher:
                 self.registry.send_later(runner.address, cancel)
 
     def _assignment(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
-        """Return a unit in flight with its task, and with the digest of what earlier attempts kept, for its runner."""
         task = self.live.task(batch, unit.task)
         keep_experiences = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
         kept = batch.flights[unit.task, unit.run_id_base].kept

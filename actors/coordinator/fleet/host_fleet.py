@@ -126,7 +126,6 @@ class HostFleet:
         return {host.name: heard_at[host.name] for host in self.present() if host.name in heard_at}
 
     def present(self) -> list[Host]:
-        """Return the hosts that have joined and are neither gone nor lost."""
         return [host for host in self._live.hosts.values() if host.there]
 
     # --- messages of connections ------------------------------------------------------------------------------------
@@ -167,7 +166,6 @@ class HostFleet:
         self._live.when_durable(lambda: answer(Admission(epoch, self._epoch)))
 
     def _folder_answer(self, offer: Mapping[str, Any]) -> Admission:
-        """Return the answer to a host's request for a folder: the head's path, or a refusal."""
         wanted = offer["fetch"] if isinstance(offer["fetch"], Mapping) else {}
         folder = hosts.find_folder(
             wanted, str(offer.get("build")), own_build=VERSION, weights=self._live.weights,
@@ -271,7 +269,6 @@ class HostFleet:
             self._end_runners(host.name, left_reason(host.name, reason))
 
     def _lose(self, event: ev.Event) -> None:
-        """Record a HostLost, close the host's connection and end its runners."""
         assert isinstance(event, ev.HostLost)
         self._live.record(event)
         self._lost_at[event.host] = self._registry.sender.now()

@@ -21,7 +21,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import InvalidEvent, WorkflowError
 from trinity_es.projections.leases import OpenLease, OpenLeases
 
-__all__ = ["LeaseFleet", "Release"]
+__all__ = ["LeaseTracker", "Release"]
 
 LOOK_SECONDS = 1.0
 """Interval between two checks for expired leases and due releases."""
@@ -36,7 +36,7 @@ Release = Callable[[Sequence[OpenLease], Callable[[dict[str, str], str], None]],
 error, "" if it was released, and with one error for leases that the process did not report."""
 
 
-class LeaseFleet:
+class LeaseTracker:
     """Open leases of a run, their expiry and their release."""
 
     def __init__(
@@ -106,7 +106,6 @@ class LeaseFleet:
             self._actor.after(LOOK_SECONDS, "leases", self._check_all)
 
     def _record_orphans(self, leases: OpenLeases) -> None:
-        """Record which of these leases are orphaned, and release them once that is durable."""
         live = self._live
         events = decisions.find_orphans(
             leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
@@ -116,7 +115,6 @@ class LeaseFleet:
             live.when_durable(self.release_due)
 
     def _check_all(self) -> None:
-        """Record leases that are orphaned by now, such as expired ones, and release due leases."""
         self._record_orphans(self._live.leases)
         self._live.when_durable(self.release_due)
 

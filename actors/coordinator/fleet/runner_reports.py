@@ -111,7 +111,6 @@ class RunnerLifecycle:
             self.adapters.on_death(name)
 
     def on_heartbeat(self, message: Heartbeat) -> None:
-        """Copy a heartbeat's facts about the engine and the runs into the runner's record."""
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
@@ -180,7 +179,6 @@ class RunnerLifecycle:
 
 
 def _failed_outcome(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
-    """Return an outcome of the same unit in which all runs failed for this reason."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,

@@ -88,7 +88,6 @@ class WeightLoading:
         self.continue_rolling()
 
     def on_death(self, name: str, reason: str) -> None:
-        """Stop waiting for a runner whose process ended."""
         self._unreported.discard(name)
         for awaited in self.waiters:
             awaited.mark_done(name)

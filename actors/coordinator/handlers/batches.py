@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,10 +26,10 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone,
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand, fingerprint
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
@@ -64,14 +65,14 @@ class BatchHandlers:
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
         in_hand: RequestsInHand, outputs: Outputs,
-        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, journals: LostJournals,
+        router: CommandRouter, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, journals: LostJournals,
     ) -> None:
         self.config, self.live, self.dispatcher = config, live, dispatcher
         self.pipeline, self.in_hand = pipeline, in_hand
         self.outputs, self.router, self.actor = outputs, router, actor
         self.dynamic_timeout, self.journals = dynamic_timeout, journals
         self.waiters: dict[BatchId, list[Waiter]] = {}
-        self.recovered: dict[str, int] = {}
+        self.recovered = Counter[str]()
         """Recovery decision -> number of batches with it, among those open when this coordinator started."""
 
     def handlers(self) -> list[HandlerRow]:
@@ -87,12 +88,10 @@ class BatchHandlers:
     def recover(self, alive: Mapping[str, int]) -> None:
         """Decide on every open batch when a coordinator starts. `alive` has the incarnations of living runners."""
         staleness = self.config.explorer.max_staleness
-        self.recovered = {}
+        self.recovered.clear()  # after a failed write, recovery is repeated
         for batch in list(self.live.batches.values()):
             events = batches.decide_recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
-            for event in events:
-                if isinstance(event, ev.RecoveryDecided):
-                    self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
+            self.recovered.update(e.decision for e in events if isinstance(e, ev.RecoveryDecided))
             self.live.record_batch(batch.batch_id, events)
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -297,14 +296,12 @@ class BatchHandlers:
         self._on_ended(batch_id)
 
     def _on_ended(self, batch_id: BatchId) -> None:
-        """Answer the clients that wait for a batch that has just ended, record its attempt times, wake the outputs."""
         batch = self.live.ended_batches[batch_id]
         self._answer_waiters(batch_id, batch.final_result, None)
         self.dynamic_timeout.record_attempt_times(batch)
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
-        """Answer all clients that wait for a batch with the value or the error, and cancel their timers."""
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
             self.actor.cancel(f"finalize:{waiter.request.id}")
@@ -322,7 +319,6 @@ class BatchHandlers:
         self.router.reply(request)
 
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
-        """Run ended tasks of an open batch again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
             self.live.find_batch(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
@@ -358,7 +354,6 @@ class BatchHandlers:
 
 
 def _too_few_groups(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
-    """Return the error for a client that requires more groups than the pipeline left."""
     return TooFewGroups(
         f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "
         "groups",

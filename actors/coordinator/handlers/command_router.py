@@ -193,6 +193,5 @@ class CommandRouter:
             self._actor.send(sender, replace(reply, end=self._log_end()))
 
     def give_up(self, error: TrinityError) -> None:
-        """Answer every waiting client with this error."""
         for request_id in [i for i, reply in self._answers.items() if reply is None]:
             self._deliver(Reply(request_id, Parcel(b"null"), error_to_dict(error)))

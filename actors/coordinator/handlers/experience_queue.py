@@ -22,12 +22,12 @@ import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
 from trinity_es.actors.config.data_sections import QueueConfig
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
+from trinity_es.events.errors import PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.experience_queue import QueueState, add_older, find_older, slice_refs
@@ -108,12 +108,7 @@ PRIORITIES: dict[str, Callable[..., Priority]] = {
 def build_priority(name: str, args: Mapping[str, Any]) -> Priority:
     """Build and return the priority function with this name, as in `buffer.queue`. Raises ConfigError."""
     requirement = "a class whose objects are called with a Candidate and return a number"
-    priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
-    if not callable(priority):
-        raise ConfigError(
-            f"priority_fn {name} built a {type(priority).__name__}, which can't be called: give {requirement}"
-        )
-    return priority
+    return build("priority_fn", name, args, PRIORITIES, requirement, ["__call__"])  # type: ignore[no-any-return]
 
 
 def choose_experiences(
@@ -176,7 +171,7 @@ class ExperienceQueue:
     """Queue of experiences with the requests that wait for it."""
 
     def __init__(
-        self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[], float],
+        self, config: QueueConfig, live: LiveState, router: CommandRouter, actor: TimerHost, clock: Callable[[], float],
     ) -> None:
         """`config` is `buffer.queue`; `clock` returns unix seconds."""
         self._priority = build_priority(config.priority_fn, config.priority_fn_args)
@@ -258,19 +253,16 @@ class ExperienceQueue:
             self.check()
 
     def status(self) -> dict[str, int]:
-        """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
         available_count = count_available(state, self._clock(), **self._limits)
         return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting_requests)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Remove a waiting request, which gets its answer now."""
         self._waiting_requests.pop(request.id, None)
         self._heard_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
     def _on_timeout(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Answer a request that still waits with TakeTimeout."""
         if request.id not in self._waiting_requests:
             return
         self._forget(request)

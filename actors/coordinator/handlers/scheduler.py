@@ -28,10 +28,10 @@ from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, sort_batch_id
 from trinity_es.projections.batch import BatchState
@@ -56,7 +56,7 @@ class SchedulerHandlers:
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
-        router: Responder, actor: TimerHost
+        router: CommandRouter, actor: TimerHost
     ) -> None:
         self._explorer, self._live, self._dispatcher = config.explorer, live, dispatcher
         self._dynamic_timeout = dynamic_timeout
@@ -75,7 +75,6 @@ class SchedulerHandlers:
         ]
 
     def _scheduled_batches(self) -> list[BatchState]:
-        """Return the open scheduled batches, sorted by id."""
         scheduled = [b for b in self._live.batches.values() if b.batch_type == "collect"]
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 

@@ -15,7 +15,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet, Release
+from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseTracker, Release
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
@@ -75,7 +75,7 @@ class Handlers:
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(
             registry, weights, dispatcher, max_adapters, on_servers=on_servers, models=models)
-        self.leases = LeaseFleet(registry, actor, release, self.journals.is_unread)
+        self.leases = LeaseTracker(registry, actor, release, self.journals.is_unread)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)
@@ -84,7 +84,7 @@ class Handlers:
             journals=self.journals,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
-        self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
+        self.loads = LoadHandlers(self.fleet, router, actor)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
         settings = config.rollout.servers if on_servers else None
@@ -101,8 +101,7 @@ class Handlers:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
         self.batches.check_finalize([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
-        has_ended_one = not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches)
-        if has_ended_one:
+        if not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches):
             self.live.when_durable(self.trainer.check_next_batch)
             self.queue.check()
         self.loads.check()
