@@ -25,8 +25,6 @@ TRY_SECONDS = 0.5
 
 
 class HeldRequests:
-    """Requests that came while the log can't be written, and the answers to them."""
-
     def __init__(self, actor: TimerHost, session: LogSession) -> None:
         self._actor, self._session = actor, session
         self.router: CommandRouter | None = None

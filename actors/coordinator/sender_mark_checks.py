@@ -35,8 +35,6 @@ class _Check(NamedTuple):
 
 
 class SenderMarkChecks:
-    """Checks of senders' marks, and the messages that wait for them."""
-
     def __init__(
         self, log: EventLog, unheard_runners: Iterable[str], post: Callable[[Callable[[], None]], None],
         on_rewound: Callable[[LogRewound], None], on_replaced: Callable[[], None],

@@ -131,8 +131,6 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
 
 # --- following the log ----------------------------------------------------------------------------------------------
 class Outputs:
-    """All outputs of one coordinator."""
-
     def __init__(
         self, outputs: Mapping[str, Output], live: LiveState, payloads: PayloadStore,
         post: Callable[[Callable[[], None]], None],

@@ -35,8 +35,6 @@ class _Watched:
 
 
 class StallDetector:
-    """Detector of stalls in the open batches of a live state."""
-
     def __init__(
         self, registry: RunnerRegistry, stall_seconds: float, *, attempt_timeout: float | None = None,
         sequential: bool = False,

@@ -57,7 +57,7 @@ class Dispatcher:
 
     def rest_host(self, host: str) -> None:
         """Give no units to a host for REST_SECONDS, because it lacks something that a unit needs."""
-        self._rests_until[host] = self.registry.sender.now() + REST_SECONDS
+        self._rests_until[host] = self.registry.actor.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
         """Acknowledge the OutcomeReport with this number in the next message to the runner."""
@@ -86,7 +86,7 @@ class Dispatcher:
     def _update_room(self) -> None:
         """Update the load and the limit of the runners that changed, and of runners on hosts whose rest is over."""
         changed_runners, self.live.in_flight.changed_runners = self.live.in_flight.changed_runners, {}
-        for host in [h for h, until in self._rests_until.items() if until <= self.registry.sender.now()]:
+        for host in [h for h, until in self._rests_until.items() if until <= self.registry.actor.now()]:
             del self._rests_until[host]
             changed_runners |= {name: None for name in self.registry.runners if host_of(name) == host}
         for name in changed_runners:
@@ -151,7 +151,7 @@ class Dispatcher:
 
         def send(group: list[UnitAssignment]) -> None:
             message = RunUnits(runner.incarnation, group, acks, self._log_end())
-            self.registry.sender.send(runner.address, message)
+            self.registry.actor.send(runner.address, message)
 
         for group in group_assignments(assignments):
             self.live.when_durable(partial(send, group))

@@ -112,7 +112,7 @@ class HostFleet:
         self._connected_epochs: dict[str, int] = {}
         """Host -> epoch of its connection. A host that was just admitted gets its connection later."""
         # A host that was silent under an earlier coordinator does not get the whole time again, only enough to return.
-        earliest = registry.sender.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
+        earliest = registry.actor.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
         self._heard_at = {host: max(at, earliest) for host, at in heard_at.items()}
         """Host without a connection -> monotonic seconds at which it was last heard from."""
         self._end_reasons: dict[str, str] = {}
@@ -162,7 +162,7 @@ class HostFleet:
             else:
                 self._live.record(event)
         epoch = self._live.hosts[hello.name].epoch
-        self._heard_at[hello.name] = self._registry.sender.now()
+        self._heard_at[hello.name] = self._registry.actor.now()
         self._live.when_durable(lambda: answer(Admission(epoch, self._epoch)))
 
     def _folder_answer(self, offer: Mapping[str, Any]) -> Admission:
@@ -202,7 +202,7 @@ class HostFleet:
     # --- time -------------------------------------------------------------------------------------------------------
     def check_connections(self) -> None:
         """Record the loss of hosts that were silent for too long, and tell drained hosts that they may leave."""
-        now = self._registry.sender.now()
+        now = self._registry.actor.now()
         present_hosts, open_connections = self.present(), self._head_end.last_heard()
         units = self.unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
         for host in present_hosts:
@@ -225,7 +225,7 @@ class HostFleet:
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row of plain JSON for each present host, and for each that was lost recently."""
-        now = self._registry.sender.now()
+        now = self._registry.actor.now()
         shown_hosts = [h for h in self._live.hosts.values() if h.there or (
             h.state == "lost" and now - self._lost_at.get(h.name, float("-inf")) < SHOWN_SECONDS)]
         unit_counts, runners_by_host = self.unit_counts(), dict[str, list[str]]()
@@ -271,7 +271,7 @@ class HostFleet:
     def _lose(self, event: ev.Event) -> None:
         assert isinstance(event, ev.HostLost)
         self._live.record(event)
-        self._lost_at[event.host] = self._registry.sender.now()
+        self._lost_at[event.host] = self._registry.actor.now()
         self._connected_epochs.pop(event.host, None)
         self._head_end.hang_up(event.host, event.epoch)
         _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)

@@ -15,7 +15,6 @@ from typing import Any
 
 from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import LeaseReply, LeaseReport
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import InvalidEvent, WorkflowError
@@ -40,12 +39,12 @@ class LeaseTracker:
     """Open leases of a run, their expiry and their release."""
 
     def __init__(
-        self, registry: RunnerRegistry, actor: TimerHost, release: Release,
+        self, registry: RunnerRegistry, release: Release,
         is_being_read: decisions.IsBeingRead = lambda batch, key: False,
     ) -> None:
         """`is_being_read` returns True while the journal of a lost unit is being read."""
         self._is_being_read = is_being_read
-        self._registry, self._live, self._actor, self._release = registry, registry.live, actor, release
+        self._registry, self._live, self._actor, self._release = registry, registry.live, registry.actor, release
         self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""
         self._tries: dict[str, int] = {}

@@ -40,8 +40,6 @@ class _LostUnit:
 
 
 class LostJournals:
-    """Reader of the journals of lost attempts, for one coordinator."""
-
     def __init__(
         self, live: LiveState, open_store: Callable[[], Journals] | None, living: Callable[[], Collection[Life]],
     ) -> None:

@@ -22,9 +22,8 @@ import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
 from trinity_es.actors.config.data_sections import QueueConfig
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
-from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import PayloadNotFound, PipelineError, TakeTimeout
@@ -168,15 +167,10 @@ def count_available(state: QueueState, now: float, *, max_use_count: int, cooldo
 
 
 class ExperienceQueue:
-    """Queue of experiences with the requests that wait for it."""
-
-    def __init__(
-        self, config: QueueConfig, live: LiveState, router: CommandRouter, actor: TimerHost, clock: Callable[[], float],
-    ) -> None:
-        """`config` is `buffer.queue`; `clock` returns unix seconds."""
+    def __init__(self, config: QueueConfig, registry: RunnerRegistry, router: CommandRouter) -> None:
         self._priority = build_priority(config.priority_fn, config.priority_fn_args)
         self._limits: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
-        self._live, self._router, self._actor, self._clock = live, router, actor, clock
+        self._live, self._router, self._actor, self._clock = registry.live, router, registry.actor, registry.clock
         self._waiting_requests: dict[str, CommandRequest[TakeExperiences]] = {}
         self._heard_at: dict[str, float] = {}
         """Id of a waiting request -> unix seconds at which its client last sent it."""

@@ -16,7 +16,6 @@ from trinity_es.actors import commands
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import QueryActivity, ReplaceRunner, RunnerActivity
 from trinity_es.actors.runner_activity import runner_state, states_table
 from trinity_es.events.errors import RunnerNotFound
@@ -47,10 +46,8 @@ class _Question:
 
 class RunnerHandlers:
 
-    def __init__(
-        self, router: CommandRouter, registry: RunnerRegistry, actor: TimerHost, guardian_of: Callable[[str], Any]
-    ) -> None:
-        self.router, self.registry, self.actor, self.guardian_of = router, registry, actor, guardian_of
+    def __init__(self, router: CommandRouter, registry: RunnerRegistry, guardian_of: Callable[[str], Any]) -> None:
+        self.router, self.registry, self.actor, self.guardian_of = router, registry, registry.actor, guardian_of
         self._questions: dict[str, _Question] = {}
         """Open questions by id."""
         self._asked_at: dict[tuple[str, int], float] = {}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from trinity_es.actors.commands import CommandRequest, EngineRoute, GetRoutes, RouteTable
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import TimerHost
 
 __all__ = ["RouteHandlers"]
 
@@ -36,10 +35,8 @@ class _Proxy:
 
 
 class RouteHandlers:
-    """Table of serving engines for the proxies. Engines leave it before they load weights."""
-
-    def __init__(self, registry: RunnerRegistry, router: CommandRouter, actor: TimerHost) -> None:
-        self._registry, self._router, self._actor = registry, router, actor
+    def __init__(self, registry: RunnerRegistry, router: CommandRouter) -> None:
+        self._registry, self._router, self._actor = registry, router, registry.actor
         self._table: list[EngineRoute] = []
         self._table_number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}

@@ -20,7 +20,6 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.events import vocabulary as ev
 
 __all__ = ["LoadHandlers"]
@@ -30,8 +29,9 @@ LoadRequest = CommandRequest[SyncWeights] | CommandRequest[SyncAdapter] | Comman
 
 class LoadHandlers:
 
-    def __init__(self, fleet: RunnerLifecycle, router: CommandRouter, actor: TimerHost) -> None:
-        self.weights, self.adapters, self.router, self.actor = fleet.weights, fleet.adapters, router, actor
+    def __init__(self, fleet: RunnerLifecycle, router: CommandRouter) -> None:
+        self.weights, self.adapters = fleet.weights, fleet.adapters
+        self.actor, self.router = fleet.registry.actor, router
         self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
         """Request id -> request, the wait for its runners, and a function that returns the answer."""
 

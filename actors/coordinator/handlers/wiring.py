@@ -42,8 +42,6 @@ __all__ = ["Handlers"]
 
 
 class Handlers:
-    """The fleet of runners, and the router with the handlers of all commands."""
-
     def __init__(
         self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
         actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, release: Release,
@@ -59,7 +57,7 @@ class Handlers:
         registry = RunnerRegistry(live, actor)
         dynamic_timeout = DynamicTimeout(config.explorer, live)
         self.router = router = CommandRouter(live, actor, log_end, in_hand)
-        self.routes = RouteHandlers(registry, router, actor)
+        self.routes = RouteHandlers(registry, router)
         rolling = None
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
@@ -75,8 +73,8 @@ class Handlers:
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(
             registry, weights, dispatcher, max_adapters, on_servers=on_servers, models=models)
-        self.leases = LeaseTracker(registry, actor, release, self.journals.is_unread)
-        self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
+        self.leases = LeaseTracker(registry, release, self.journals.is_unread)
+        self.queue = ExperienceQueue(config.buffer.queue, registry, router)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)
         self.batches = BatchHandlers(
@@ -84,9 +82,9 @@ class Handlers:
             journals=self.journals,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
-        self.loads = LoadHandlers(self.fleet, router, actor)
+        self.loads = LoadHandlers(self.fleet, router)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
-        self.runners = RunnerHandlers(router, registry, actor, guardian_of)
+        self.runners = RunnerHandlers(router, registry, guardian_of)
         settings = config.rollout.servers if on_servers else None
         self.servers = ServerFleet(settings, registry, guardian, proxied=config.mode == "serve")
         self.live, self.outputs, self.hosts = live, outputs, hosts

@@ -65,7 +65,7 @@ class Place(LiveLog):
         self.turn()
 
     def new_fleet(self) -> LeaseTracker:
-        return LeaseTracker(RunnerRegistry(self.live, self, lambda: self.clock), self, self.release)
+        return LeaseTracker(RunnerRegistry(self.live, self, lambda: self.clock), self.release)
 
     def release(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         self.asked.append(([lease.taken.lease for lease in leases], done))
