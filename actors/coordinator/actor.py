@@ -153,11 +153,9 @@ class Coordinator(BaseActor):
         in_hand_file = Path(config.system.log_dir) / f"in-hand-{store_digest}.json"
         system_start = f"{self.admin.get('pid')} {self.admin.get('started')}"
         self.handlers = Handlers(
-            config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
-            in_hand=RequestsInHand(in_hand_file, system_start), log_end=session.log_end,
-            release=functools.partial(release_in_thread, self.post), alive=self.alive, epoch=session.lease.epoch,
-            trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
-            hosts=lambda: self.hosts,
+            config, session, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
+            in_hand=RequestsInHand(in_hand_file, system_start),
+            release=functools.partial(release_in_thread, self.post), alive=self.alive, hosts=lambda: self.hosts,
         )
         self.held_requests.router = self.handlers.router
         self.fleet = self.handlers.fleet

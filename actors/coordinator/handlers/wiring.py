@@ -30,10 +30,9 @@ from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.handlers.servers_and_hosts import MachineHandlers
 from trinity_es.actors.coordinator.handlers.weight_commands import LoadHandlers
-from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
-from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.values import sort_batch_id
 from trinity_es.projections.adapter_versions import current_adapters
@@ -43,20 +42,17 @@ __all__ = ["Handlers"]
 
 class Handlers:
     def __init__(
-        self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, release: Release,
-        log_end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
-        trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
-        hosts: Callable[[], HostFleet | None] = lambda: None,
+        self, config: LaunchedConfig, session: LogSession, pipeline: PipelineThread, retention: Retention,
+        outputs: Outputs, actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, release: Release,
+        alive: Iterable[str] = (), hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`log_end` returns the mark of the last acknowledged event. `alive` are the runners that have a process.
-        `trouble` returns why the log can't be written now, or None. `refuses` returns True if requests that write fail
-        now instead of waiting. `hosts` returns the hosts that joined, or None if hosts can't join this run.
-        """
-        self.in_hand = in_hand
+        """`alive` are the runners that have a process. `hosts` returns the hosts that joined, or None if hosts can't
+        join this run."""
+        live = session.live
+        self.live, self.session, self.in_hand, self.outputs, self.hosts = live, session, in_hand, outputs, hosts
         registry = RunnerRegistry(live, actor)
         dynamic_timeout = DynamicTimeout(config.explorer, live)
-        self.router = router = CommandRouter(live, actor, log_end, in_hand)
+        self.router = router = CommandRouter(live, actor, session.log_end, in_hand)
         self.routes = RouteHandlers(registry, router)
         rolling = None
         if config.mode == "serve":
@@ -65,7 +61,7 @@ class Handlers:
         if config.explorer.progress.seconds > 0:
             open_store = functools.partial(open_journals, config.store.url, durability=config.store.durability)
         self.journals = LostJournals(live, open_store, registry.living_processes)
-        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, log_end, self.journals.is_unread)
+        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, session.log_end, self.journals.is_unread)
         lora = config.rollout.lora
         max_adapters = 0 if lora is None else lora.max_adapters
         on_servers = config.rollout.engine_type == "http"
@@ -87,8 +83,6 @@ class Handlers:
         self.runners = RunnerHandlers(router, registry, guardian_of)
         settings = config.rollout.servers if on_servers else None
         self.servers = ServerFleet(settings, registry, guardian, proxied=config.mode == "serve")
-        self.live, self.outputs, self.hosts = live, outputs, hosts
-        self.epoch, self.trouble, self.refuses = epoch, trouble, refuses
         parts = (
             self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
             MachineHandlers(self.servers, hosts, router),
@@ -126,7 +120,8 @@ class Handlers:
                 "adapters": {name: e.version for name, e in current_adapters(self.live.adapters).items()},
                 "batches": batches, "runners": self.fleet.registry.status(), "clock": self.fleet.registry.clock(),
                 "recovered": self.batches.recovered, "outputs": self.outputs.status(), "queue": self.queue.status(),
-                "epoch": self.epoch, "trouble": self.trouble(), "refuses": self.refuses(),
+                "epoch": self.session.lease.epoch, "trouble": self.session.trouble,
+                "refuses": self.session.failure is not None,
                 "proxies": self.routes.urls(), "servers": self.servers.status(), "server_list": self.servers.trouble,
                 "leases": self.leases.status(), "hosts": [] if hosts is None else hosts.status(),
             },
