@@ -31,6 +31,7 @@ from trinity_es.actors.coordinator.handlers.request_inputs import processed_befo
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand, fingerprint
+from trinity_es.actors.message_sizes import shorten_error
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,
@@ -42,7 +43,7 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
-from trinity_es.projections.batch import BatchState
+from trinity_es.projections.batch import BatchState, batch_result
 from trinity_es.projections.event_texts import missing_text
 
 __all__ = ["BatchHandlers"]
@@ -105,14 +106,14 @@ class BatchHandlers:
             cut_tasks.continued_task(cut.task, earlier, cut.cut_task)
             for cut, earlier in zip(command.continues or (), earlier_batches, strict=True)
         ]
-        events = batches.submit(
-            self.live.find_batch(batch_id), batch_id=batch_id, batch_type=command.batch_type,
+        events = batches.submit(self.live.find_batch(batch_id), ev.BatchSubmitted(
+            batch_id=batch_id, batch_type=command.batch_type,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             min_wait_num=command.min_wait_num, max_attempts=1 + self.config.explorer.max_retry_times,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
             detailed_stats=self.config.monitor.detailed_stats, submission=request.id, continues=continued_tasks,
-        )
+        ))
         if events:
             self.live.record_batch(batch_id, events)
             for task, earlier in zip(continued_tasks, earlier_batches, strict=True):
@@ -129,11 +130,11 @@ class BatchHandlers:
         advice = "submit the tasks in a batch of their own"
         batch = batches.require_batch(self.live.find_batch(batch_id), batch_id, "train", advice)
         tasks, parcels = submitted_tasks(self.live, command.tasks)
-        events = batches.add(
-            batch, repeat_times=[task.get("repeat_times", 1) for task in tasks],
+        events = batches.add(batch, ev.TasksAdded(
+            repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if command.tasks.digest is None else None, tasks_digest=command.tasks.digest,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner, request=request.id,
-        )
+        ))
         if events:
             self.live.record_batch(batch_id, events)
             self.live.keep_tasks(batch_id, parcels, are_added=True)
@@ -276,7 +277,7 @@ class BatchHandlers:
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
                 error = _with_redo_command(error, batch)
-            self.live.record_batch(batch_id, batches.fail_finalizing(batch, str(error)))
+            self.live.record_batch(batch_id, [ev.FinalizeFailed(error=shorten_error(str(error)))])  # RUNNING again
             self._answer_waiters(batch_id, None, error)
             return
         if result.usable < batch.groups:
@@ -284,12 +285,13 @@ class BatchHandlers:
             self.live.record_batch(batch_id, [missing])
             self._answer_waiters(batch_id, None, _too_few_groups(batch_id, missing))
             return
-        events = batches.end_finalizing(
-            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
-            dropped_by=result.dropped_by, model_versions=result.model_versions,
+        finalized = ev.BatchFinalized(
+            result=batch_result(batch, result.metrics), pipeline_metrics=result.metrics, experiences=result.refs,
+            selected=result.selected, dropped=result.dropped, dropped_by=result.dropped_by,
+            model_versions=result.model_versions,
         )
         try:
-            self.live.record_batch(batch_id, events)
+            self.live.record_batch(batch_id, [finalized])
         except InvalidEvent as e:  # for instance a metric's name that the log can't hold
             self._on_pipeline_done(batch, e)
             return

@@ -95,14 +95,13 @@ class SchedulerHandlers:
         """Begin a batch with these tasks, or add them to it. Answer with the number of the first new task."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
-        events = collect_decisions.schedule(
-            self._live.find_batch(batch_id), batch_id=batch_id,
-            repeat_times=[task.get("repeat_times", 1) for task in tasks],
+        events = collect_decisions.schedule(self._live.find_batch(batch_id), ev.BatchSubmitted(
+            batch_id=batch_id, batch_type="collect", repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             evals=[i for i, task in enumerate(tasks) if task.get("is_eval")],
             max_attempts=1 + self._explorer.max_retry_times,
-            runs_per_unit=self._explorer.max_repeat_times_per_runner, request=request.id,
-        )
+            runs_per_unit=self._explorer.max_repeat_times_per_runner, submission=request.id,
+        ))
         if events:
             self._live.record_batch(batch_id, events)
             self._live.keep_tasks(batch_id, parcels, are_added=isinstance(events[-1], ev.TasksAdded))
