@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.commands import CommandRequest, GetStatus, decode
 from trinity_es.actors.commands.fields import is_request_id
@@ -40,26 +41,6 @@ from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_while_unwritable import HeldRequests
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
-from trinity_es.actors.messages import (
-    AdaptersLoadResult,
-    CoordinatorUp,
-    CoordinatorWaits,
-    EndedRunners,
-    Endpoints,
-    GroupJoinResult,
-    Heartbeat,
-    LeaseLost,
-    LeaseReport,
-    OutcomeReport,
-    Retire,
-    Retired,
-    RunnerActivity,
-    RunnerDied,
-    RunnerStatus,
-    StartCoordinator,
-    StoreGone,
-    WeightsLoadResult,
-)
 from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
@@ -105,7 +86,7 @@ class Coordinator(BaseActor):
     retiring_since = 0.0
 
     # --- start ------------------------------------------------------------------------------------------------------
-    def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
+    def on_StartCoordinator(self, message: messages.StartCoordinator, sender: Any) -> None:
         """Have threads open the log. The session calls `begin` when it is open."""
         config = self.config = message.config
         self.guardian, self.admin = sender, message.admin
@@ -117,7 +98,7 @@ class Coordinator(BaseActor):
         self.host = socket.gethostname()
         token = engine_token(read_key()) if config.auxiliary else ""
         self.operator_models = OperatorModels(config.auxiliary, token)
-        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
+        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, messages.StoreGone(why))))
         place, self.certificate = lease_fields(config.hosts)
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
@@ -241,10 +222,11 @@ class Coordinator(BaseActor):
     def announce(self) -> None:
         """Have the guardian announce this coordinator to all runners. They then report their state, their leases and
         unacknowledged outcomes. The epoch is 0 if the log could not be opened."""
-        session = self.require_session()
+        session, epoch = self.require_session(), 0
         if session.has_live_state:
             self.handlers.leases.begin()
-        self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.has_live_state else 0))
+            epoch = session.lease.epoch
+        self.send(self.guardian, messages.CoordinatorUp(self.myAddress, epoch))
 
     # --- calls of the session ---------------------------------------------------------------------------------------
     def serve(self, again: bool) -> None:
@@ -273,7 +255,7 @@ class Coordinator(BaseActor):
 
     def announce_waiting(self) -> None:
         """Have the guardian send clients to this coordinator, which answers them why it can't start."""
-        self.send(self.guardian, CoordinatorWaits(self.myAddress))
+        self.send(self.guardian, messages.CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:
         """Answer the requests that wait for the log with the error of the failed attempt to write it."""
@@ -291,7 +273,7 @@ class Coordinator(BaseActor):
         """End this coordinator. If the other writer belongs to another system, end this whole system."""
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
-            self.send(self.guardian, LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
+            self.send(self.guardian, messages.LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # after the message is out
 
     # --- turns ------------------------------------------------------------------------------------------------------
@@ -322,7 +304,7 @@ class Coordinator(BaseActor):
         if session is not None and session.running and session.start_is_durable:
             epoch, log_end = session.lease.epoch, session.log_end()
             hosts_heard = self.hosts.last_heard() if self.hosts is not None else {}
-        beat = Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=log_end, hosts_heard=hosts_heard)
+        beat = messages.Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=log_end, hosts_heard=hosts_heard)
         self.send(self.guardian, beat)
         if session is not None:
             session.reset_pauses_if_calm()
@@ -334,7 +316,7 @@ class Coordinator(BaseActor):
             check()
 
     # --- the end ----------------------------------------------------------------------------------------------------
-    def on_Retire(self, message: Retire, sender: Any) -> None:
+    def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Wait for outputs, leases and pipeline (OUTPUT_SECONDS at most), then close the session; batches stay open."""
         self.retiring_since = self.retiring_since or self.now()
         is_busy = self.running and (
@@ -360,18 +342,19 @@ class Coordinator(BaseActor):
             self.hosts.stop()
         if self.leader_lock is not None:
             self.leader_lock.stop()
-        self.send(self.guardian, Retired())
+        self.send(self.guardian, messages.Retired())
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
         """Accept the start, the end and requests at any time, and everything else while the live state is open."""
-        return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
+        early_messages = messages.StartCoordinator | messages.Retire | messages.Endpoints | Request
+        return self.running or isinstance(message, early_messages)
 
     def admit(self, message: Any, sender_name: str, act: Callable[[], None]) -> None:
         """Check that the log holds the last event that the sender has seen; then call `act` if still running."""
         self.mark_checks.admit(message.known, sender_name, lambda: act() if self.running else None)
 
-    def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
+    def on_Endpoints(self, message: messages.Endpoints, sender: Any) -> None:
         self.operator_models.update(message.models)
 
     def on_Request(self, message: Request, sender: Any) -> None:
@@ -398,7 +381,7 @@ class Coordinator(BaseActor):
         else:
             self.mark_checks.after_runners(lambda: self.mark_checks.admit(message.known, message.by, handle))
 
-    def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
+    def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
         """Handle a runner's status once its mark is checked. Requests that wait for this runner's mark go on then."""
 
         def apply_report() -> None:
@@ -407,30 +390,30 @@ class Coordinator(BaseActor):
 
         self.admit(message, f"{message.name} (pid {message.pid} on {message.host})", apply_report)
 
-    def on_RunnerActivity(self, message: RunnerActivity, sender: Any) -> None:
+    def on_RunnerActivity(self, message: messages.RunnerActivity, sender: Any) -> None:
         self.handlers.runners.on_activity(message)
 
-    def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
+    def on_RunnerDied(self, message: messages.RunnerDied, sender: Any) -> None:
         self.fleet.on_death(clean_report(message))
         self.mark_checks.note_runner(message.name)
 
-    def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
+    def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
         self.fleet.on_heartbeat(message)
 
-    def on_EndedRunners(self, message: EndedRunners, sender: Any) -> None:
+    def on_EndedRunners(self, message: messages.EndedRunners, sender: Any) -> None:
         self.fleet.on_ended_runners(message)
 
-    def on_GroupJoinResult(self, message: GroupJoinResult, sender: Any) -> None:
+    def on_GroupJoinResult(self, message: messages.GroupJoinResult, sender: Any) -> None:
         self.fleet.weights.group.on_join_result(clean_report(message))
 
-    def on_OutcomeReport(self, message: OutcomeReport, sender: Any) -> None:
+    def on_OutcomeReport(self, message: messages.OutcomeReport, sender: Any) -> None:
         self.admit(message, message.name, lambda: self.fleet.with_results(message, self.fleet.on_outcomes))
 
-    def on_LeaseReport(self, message: LeaseReport, sender: Any) -> None:
+    def on_LeaseReport(self, message: messages.LeaseReport, sender: Any) -> None:
         self.admit(message, message.name, lambda: self.handlers.leases.on_report(message, sender))
 
-    def on_AdaptersLoadResult(self, message: AdaptersLoadResult, sender: Any) -> None:
+    def on_AdaptersLoadResult(self, message: messages.AdaptersLoadResult, sender: Any) -> None:
         self.fleet.adapters.on_load_result(message)
 
-    def on_WeightsLoadResult(self, message: WeightsLoadResult, sender: Any) -> None:
+    def on_WeightsLoadResult(self, message: messages.WeightsLoadResult, sender: Any) -> None:
         self.fleet.weights.on_load_result(clean_report(message))
