@@ -62,7 +62,7 @@ class Retention:
         position in the log up to which the outputs have written everything.
         """
         self._written_position = written_position
-        self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
+        self.keep, self._live, self._payloads, self._post = keep, live, payloads, post
         self._log = live.log
         self._wake_up = threading.Event()
         self._digests: dict[str, tuple[int, frozenset[str]]] = {}
@@ -118,13 +118,13 @@ class Retention:
 
     def _candidates(self, kept: dict[str, _BatchRow]) -> list[str]:
         """Return the streams of batches whose payloads can be deleted now, the oldest first."""
-        assert self._keep is not None
+        assert self.keep is not None
         acknowledged: dict[int, int] = {}
         for row in kept.values():
             if row.trained_step is not None:
                 acknowledged[row.trained_step] = max(row.last_position, acknowledged.get(row.trained_step, 0))
-        newest_steps = sorted(acknowledged)[-self._keep :]
-        if len(newest_steps) < self._keep:
+        newest_steps = sorted(acknowledged)[-self.keep :]
+        if len(newest_steps) < self.keep:
             return []
         oldest_step, oldest_position = newest_steps[0], min(acknowledged[step] for step in newest_steps)
 

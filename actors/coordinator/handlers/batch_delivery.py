@@ -12,7 +12,6 @@ from trinity_es.actors.commands import (
     ResumedTrainer,
     ResumeTrainer,
 )
-from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
@@ -30,13 +29,12 @@ __all__ = ["TrainerHandlers"]
 class TrainerHandlers:
 
     def __init__(
-        self, config: LaunchedConfig, live: LiveState, router: CommandRouter, actor: TimerHost, retention: Retention,
+        self, live: LiveState, router: CommandRouter, actor: TimerHost, retention: Retention,
         on_trainer_restarted: Callable[[int], None],
     ) -> None:
         """`on_trainer_restarted` is called with the step of the checkpoint from which a trainer repeats later steps."""
         self.live, self.router, self.actor, self.retention = live, router, actor, retention
         self.on_trainer_restarted = on_trainer_restarted
-        self.retained_steps = config.store.retention
         self._waiting_requests: dict[str, CommandRequest[GetNextBatch]] = {}
         """Request id -> request that waits for the next batch."""
         self._must_read_again: dict[str, bool] = {}
@@ -119,7 +117,7 @@ class TrainerHandlers:
         if freed_batches:
             raise PayloadNotFound(
                 f"batches {freed_batches} were trained after step {step}, but their experiences are deleted: "
-                f"store.retention keeps {self.retained_steps} steps. Resume from a later checkpoint",
+                f"store.retention keeps {self.retention.keep} steps. Resume from a later checkpoint",
                 batches=freed_batches,
             )
         event = ev.ExperiencesRedelivered(step=step, batches=batches)

@@ -240,19 +240,14 @@ class BatchHandlers:
         `_on_pipeline_done` ignores the result.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
+        maximum = self.config.explorer.max_staleness
+        adapters = {name: event.version for name, event in self.live.adapters.items()}
         job = PipelineJob(
             refs, lambda result: self._on_pipeline_done(batch, result), may_refer=True,
-            limit=self._staleness_limit(), min_groups=batch.groups,
+            limit=None if maximum is None else StalenessLimit(maximum, self.live.weights.version, adapters),
+            min_groups=batch.groups,
         )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
-
-    def _staleness_limit(self) -> StalenessLimit | None:
-        """Return the limit of `explorer.max_staleness` relative to the current versions; None if it is not set."""
-        maximum = self.config.explorer.max_staleness
-        if maximum is None:
-            return None
-        adapters = {name: event.version for name, event in self.live.adapters.items()}
-        return StalenessLimit(maximum, self.live.weights.version, adapters)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
         """Run a pipeline, or pass an error to `job.done` if coordinators ended while they ran the one with this key."""

@@ -72,7 +72,7 @@ class Handlers:
         self.leases = LeaseTracker(registry, release, self.journals.is_unread)
         self.queue = ExperienceQueue(config.buffer.queue, registry, router)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
-        self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)
+        self.trainer = TrainerHandlers(live, router, actor, retention, self.queue.on_trainer_restarted)
         self.batches = BatchHandlers(
             config, live, dispatcher, pipeline, in_hand, outputs, router, actor, dynamic_timeout=dynamic_timeout,
             journals=self.journals,
