@@ -46,8 +46,8 @@ def admit(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev
     if host is not None and host.life == hello.life:
         if host.there:
             return []
-        return Refusal(
-            f"its epoch {host.epoch} is over ({host.reason}): the host starts again by itself", for_good=True)
+        reason = f"its epoch {host.epoch} is over ({host.reason}): the host starts again by itself"
+        return Refusal(reason, for_good=True)
     if host is not None and host.there and connected:
         return Refusal(
             f"a host named {hello.name} has already joined (pid {host.pid}, from {host.address}): "

@@ -126,6 +126,7 @@ class HostFleet:
         return {host.name: heard_at[host.name] for host in self.present() if host.name in heard_at}
 
     def present(self) -> list[Host]:
+        """Return the hosts that have joined and are neither gone nor lost."""
         return [host for host in self._live.hosts.values() if host.there]
 
     # --- messages of connections ------------------------------------------------------------------------------------
