@@ -36,23 +36,16 @@ class NotRead(Exception):
         self.key, self.read = key, read
 
 
-class Fetch:
+class Fetch(dict[Hashable, Any]):
     """Results of reads for the request being handled."""
-
-    def __init__(self) -> None:
-        self._results: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return the result of `read`. Raises its exception, or NotRead if no thread has run it."""
-        if key not in self._results:
+        if key not in self:
             raise NotRead(key, read)
-        result = self._results[key]
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def put(self, key: Hashable, result: Any) -> None:
-        self._results[key] = result
+        if isinstance(self[key], Exception):
+            raise self[key]
+        return self[key]
 
 
 def read_now(_: Hashable, read: Callable[[], Any]) -> Any:

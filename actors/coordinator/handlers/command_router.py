@@ -123,7 +123,7 @@ class CommandRouter:
             self._live.turn.failure_calls.pop()  # nothing of it can fail
 
             def done(result: Any) -> None:
-                fetched.put(key, result)
+                fetched[key] = result
                 self._handle(request, fetched)
 
             self._live.run_in_thread(missing.read, done)
