@@ -171,9 +171,8 @@ class ExperienceQueue:
         self._priority = build_priority(config.priority_fn, config.priority_fn_args)
         self._limits: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = registry.live, router, registry.actor, registry.clock
-        self._waiting_requests: dict[str, CommandRequest[TakeExperiences]] = {}
-        self._heard_at: dict[str, float] = {}
-        """Id of a waiting request -> unix seconds at which its client last sent it."""
+        self._waiting_requests: dict[str, tuple[CommandRequest[TakeExperiences], float]] = {}
+        """Request id -> waiting request, and unix seconds at which its client last sent it."""
         self._unused_count = 0
         """Number of experiences that had left the queue untaken when the last warning was logged."""
 
@@ -193,21 +192,21 @@ class ExperienceQueue:
             add_older(queue, self._live.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._on_timeout(request))
-        self._waiting_requests[request.id] = request
-        self._heard_at[request.id] = self._clock()
+        self._waiting_requests[request.id] = request, self._clock()
         self.check()
 
     def on_repeated_request(self, request_id: str) -> None:
         """Note that the client of a waiting request is alive."""
         if request_id in self._waiting_requests:
-            self._heard_at[request_id] = self._clock()
+            request, _ = self._waiting_requests[request_id]
+            self._waiting_requests[request_id] = request, self._clock()
             self.check()
 
     def check(self) -> None:
         """Serve the waiting requests for which the queue has enough. Warn of experiences that left it untaken."""
         now = self._clock()
-        for request in list(self._waiting_requests.values()):
-            if now - self._heard_at[request.id] > SILENT_SECONDS:
+        for request, heard_at in list(self._waiting_requests.values()):
+            if now - heard_at > SILENT_SECONDS:
                 continue
             n = request.command.n
             try:
@@ -253,7 +252,6 @@ class ExperienceQueue:
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting_requests.pop(request.id, None)
-        self._heard_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
     def _on_timeout(self, request: CommandRequest[TakeExperiences]) -> None:
