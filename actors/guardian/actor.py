@@ -331,7 +331,6 @@ class Guardian(BaseActor):
             self.start_again(child)
 
     def start_again(self, child: Child) -> None:
-        """Start a child whose pause before its next start has ended."""
         if self.stopping or self.children.get(child.name) is not child or child.state != "waiting":
             return
         if child.is_coordinator():
@@ -351,7 +350,6 @@ class Guardian(BaseActor):
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
     def on_Where(self, message: requests.Where, sender: Any) -> None:
-        """Tell a client the coordinator's address and the state of all children."""
         if not hasattr(self, "config"):
             self.send(sender, requests.WhereReply(message.id, None, {}))
             return

@@ -128,11 +128,9 @@ class Retention:
             return []
         oldest_step, oldest_position = newest_steps[0], min(acknowledged[step] for step in newest_steps)
 
-        def is_collected(row: _BatchRow) -> bool:
-            return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
-
         def may_go(row: _BatchRow) -> bool:
-            if row.state == BatchLifecycleState.ABORTED.value or is_collected(row):
+            is_collected = row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
+            if row.state == BatchLifecycleState.ABORTED.value or is_collected:
                 return row.last_position < oldest_position
             return row.trained_step is not None and row.trained_step < oldest_step
 

@@ -101,7 +101,6 @@ class Dispatcher:
             ))
 
     def _may_get_units(self, capacity: Capacity) -> bool:
-        """Return True unless a runner loads weights, lacks adapters, is leaving, or its host is at rest."""
         runner = self.registry.runners[capacity.name]
         is_free = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
         return is_free and host_of(capacity.name) not in self._rests_until

@@ -145,7 +145,6 @@ class LostJournals:
 
     # --- in a thread ------------------------------------------------------------------------------------------------
     def _journals(self) -> Journals:
-        """Return the store of journals, opened at the first call."""
         if self._store is None:
             assert self._open_store is not None
             self._store = self._open_store()
