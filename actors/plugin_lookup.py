@@ -112,14 +112,20 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
 
 
 def build(
-    kind: str, name: str, args: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], shape: str
+    kind: str, name: str, args: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], shape: str,
+    methods: Iterable[str] = (),
 ) -> Any:
-    """Return an object of the class that `find` returns, built with `args`. Raises ConfigError for any failure."""
+    """Return an object of the class that `find` returns, built with `args`. Raises ConfigError for any failure, and for
+    an object that lacks one of these methods."""
     factory = find(kind, name, known, shape)
     try:
-        return factory(**args)
+        built = factory(**args)
     except Exception as e:  # a user's class may raise anything
         raise ConfigError(f"{kind} {name} can't be built with {dict(args)!r}: {e}", **{kind: name}) from e
+    for method in methods:
+        if not callable(getattr(built, method, None)):
+            raise ConfigError(f"{kind} {name} has no method {method}: give {shape}", **{kind: name})
+    return built
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:

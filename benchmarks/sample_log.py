@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 from benchmarks.sample_run import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, RunnerModel, SimulatedRun, TimedLog
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
+from trinity_es.actors.message_sizes import shorten_error
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.payloads.experiences import write_delivered
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
-from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.batch import BatchState, batch_result, evolve
 from trinity_es.projections.metric_aggregation import aggregate_run
 from trinity_es.projections.tables.read_models import projectors
 
@@ -284,7 +285,7 @@ class _Model(SimulatedRun):
         if self.chance.random() < 0.02:
             self.now += 0.2
             error = self.hostile_or("PipelineError: operator reward_filter raised ZeroDivisionError: division by zero")
-            for event in [*decisions.fail_finalizing(batch.state, error), ev.BatchFinalizing()]:
+            for event in (ev.FinalizeFailed(error=shorten_error(error)), ev.BatchFinalizing()):
                 self.now += 2.0
                 self.record(batch, event)
         delivered, refs, dropped = self._fill(batch)
@@ -298,11 +299,10 @@ class _Model(SimulatedRun):
             counts = [*counts[:-1], (counts[-1][0] + 1, version)] if counts and counts[-1][1] == version else [
                 *counts, (1, version)]
         by = {(HOSTILE[1] if self.hostile else "reward_filter"): dropped} if dropped else {}
-        for event in decisions.end_finalizing(
-            batch.state, metrics=metrics, experiences=refs, selected=len(delivered), dropped=len(dropped),
-            dropped_by=by, model_versions=counts,
-        ):
-            self.record(batch, event)
+        self.record(batch, ev.BatchFinalized(
+            result=batch_result(batch.state, metrics), pipeline_metrics=metrics, experiences=refs,
+            selected=len(delivered), dropped=len(dropped), dropped_by=by, model_versions=counts,
+        ))
 
     def _revoke(self, batch: _Batch) -> None:
         """Revoke the units that still run, and free their places."""

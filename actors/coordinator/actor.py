@@ -16,6 +16,7 @@ one."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import socket
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.commands import CommandRequest, GetStatus, decode
 from trinity_es.actors.commands.fields import is_request_id
@@ -30,35 +32,15 @@ from trinity_es.actors.coordinator.delivery.operator_models import OperatorModel
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.batch_stalls import StallDetector
 from trinity_es.actors.coordinator.fleet.external_servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
 from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners, lease_fields, start_head
-from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
+from trinity_es.actors.coordinator.fleet.lease_releases import release_in_thread
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_while_unwritable import HeldRequests
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
-from trinity_es.actors.messages import (
-    AdaptersLoadResult,
-    CoordinatorUp,
-    CoordinatorWaits,
-    EndedRunners,
-    Endpoints,
-    GroupJoinResult,
-    Heartbeat,
-    LeaseLost,
-    LeaseReport,
-    OutcomeReport,
-    Retire,
-    Retired,
-    RunnerActivity,
-    RunnerDied,
-    RunnerStatus,
-    StartCoordinator,
-    StoreGone,
-    WeightsLoadResult,
-)
 from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
@@ -104,7 +86,7 @@ class Coordinator(BaseActor):
     retiring_since = 0.0
 
     # --- start ------------------------------------------------------------------------------------------------------
-    def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
+    def on_StartCoordinator(self, message: messages.StartCoordinator, sender: Any) -> None:
         """Have threads open the log. The session calls `begin` when it is open."""
         config = self.config = message.config
         self.guardian, self.admin = sender, message.admin
@@ -116,7 +98,7 @@ class Coordinator(BaseActor):
         self.host = socket.gethostname()
         token = engine_token(read_key()) if config.auxiliary else ""
         self.operator_models = OperatorModels(config.auxiliary, token)
-        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
+        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, messages.StoreGone(why))))
         place, self.certificate = lease_fields(config.hosts)
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
@@ -152,19 +134,18 @@ class Coordinator(BaseActor):
         in_hand_file = Path(config.system.log_dir) / f"in-hand-{store_digest}.json"
         system_start = f"{self.admin.get('pid')} {self.admin.get('started')}"
         self.handlers = Handlers(
-            config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
-            in_hand=RequestsInHand(in_hand_file, system_start), log_end=session.log_end,
-            releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
-            trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
-            hosts=lambda: self.hosts,
+            config, session, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
+            in_hand=RequestsInHand(in_hand_file, system_start),
+            release=functools.partial(release_in_thread, self.post), alive=self.alive, hosts=lambda: self.hosts,
         )
         self.held_requests.router = self.handlers.router
         self.fleet = self.handlers.fleet
         if config.explorer.runner_state_report_interval > 0:
-            self.handlers.runners.report(config.explorer.runner_state_report_interval, self.report_states)
-        explorer, registry = config.explorer, self.fleet.registry
-        self.stalls = Stalls(
-            self.live, registry, explorer.stall_after, registry.clock, attempt_timeout=explorer.max_timeout,
+            write = functools.partial(self.log.info, "runners:\n%s")
+            self.handlers.runners.report(config.explorer.runner_state_report_interval, write)
+        explorer = config.explorer
+        self.stalls = StallDetector(
+            self.fleet.registry, explorer.stall_after, attempt_timeout=explorer.max_timeout,
             sequential=explorer.concurrent_mode == "sequential",
         )
         self.every(min(STALL_CHECK_SECONDS, explorer.stall_after / 2), "stalls", self.stalls.check)
@@ -172,13 +153,17 @@ class Coordinator(BaseActor):
         self.recover()
 
     def listen_for_hosts(self) -> None:
-        """Listen for other hosts if the config says so."""
         settings = self.config.hosts
         if self.certificate is None:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
+
+        def shared_folders() -> list[str]:  # called in a thread
+            weights = "" if self.live.weights.in_memory_only else self.live.weights.path
+            return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
+
         hosts_while_running = lambda: self.hosts if self.running else None  # noqa: E731
-        listener = start_head(settings, self.certificate, self.post, hosts_while_running, self.shared_folders)
+        listener = start_head(settings, self.certificate, self.post, hosts_while_running, shared_folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, listener, epoch=self.require_session().lease.epoch,
             handle=self._handle, end_runner=lambda death: self._handle(death, None),
@@ -186,11 +171,6 @@ class Coordinator(BaseActor):
             heard_at=self.hosts_heard,
         )
         self.every(HOSTS_SECONDS, "hosts", self.hosts.check_connections)
-
-    def shared_folders(self) -> list[str]:
-        """Return the folders of models and current weights, which other hosts need too; called in a thread."""
-        weights = "" if self.live.weights.in_memory_only else self.live.weights.path
-        return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
 
     def send(self, to: Any, message: Any) -> None:
         """Send to an actor on this host, or to a process on another host."""
@@ -242,10 +222,11 @@ class Coordinator(BaseActor):
     def announce(self) -> None:
         """Have the guardian announce this coordinator to all runners. They then report their state, their leases and
         unacknowledged outcomes. The epoch is 0 if the log could not be opened."""
-        session = self.require_session()
+        session, epoch = self.require_session(), 0
         if session.has_live_state:
             self.handlers.leases.begin()
-        self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.has_live_state else 0))
+            epoch = session.lease.epoch
+        self.send(self.guardian, messages.CoordinatorUp(self.myAddress, epoch))
 
     # --- calls of the session ---------------------------------------------------------------------------------------
     def serve(self, again: bool) -> None:
@@ -272,9 +253,9 @@ class Coordinator(BaseActor):
         self.handlers.leases.forget()
         self.handlers.journals.forget()
 
-    def announce_waiting(self, error: Exception) -> None:
+    def announce_waiting(self) -> None:
         """Have the guardian send clients to this coordinator, which answers them why it can't start."""
-        self.send(self.guardian, CoordinatorWaits(self.myAddress))
+        self.send(self.guardian, messages.CoordinatorWaits(self.myAddress))
 
     def refuse(self, error: Exception) -> None:
         """Answer the requests that wait for the log with the error of the failed attempt to write it."""
@@ -292,7 +273,7 @@ class Coordinator(BaseActor):
         """End this coordinator. If the other writer belongs to another system, end this whole system."""
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
-            self.send(self.guardian, LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
+            self.send(self.guardian, messages.LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # after the message is out
 
     # --- turns ------------------------------------------------------------------------------------------------------
@@ -317,14 +298,13 @@ class Coordinator(BaseActor):
         os._exit(EXIT_CRASHED)
 
     def beat(self) -> None:
-        """Send the guardian a heartbeat."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         session = self.session
         epoch, log_end, hosts_heard = 0, None, dict[str, float]()
         if session is not None and session.running and session.start_is_durable:
             epoch, log_end = session.lease.epoch, session.log_end()
             hosts_heard = self.hosts.last_heard() if self.hosts is not None else {}
-        beat = Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=log_end, hosts_heard=hosts_heard)
+        beat = messages.Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=log_end, hosts_heard=hosts_heard)
         self.send(self.guardian, beat)
         if session is not None:
             session.reset_pauses_if_calm()
@@ -335,16 +315,13 @@ class Coordinator(BaseActor):
         if self.running:
             check()
 
-    def report_states(self, table: str) -> None:
-        """Log a table of the runners' activity."""
-        self.log.info("runners:\n%s", table)
-
     # --- the end ----------------------------------------------------------------------------------------------------
-    def on_Retire(self, message: Retire, sender: Any) -> None:
+    def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Wait for outputs, leases and pipeline (OUTPUT_SECONDS at most), then close the session; batches stay open."""
         self.retiring_since = self.retiring_since or self.now()
         is_busy = self.running and (
-            self.outputs.is_busy() or self.handlers.leases.is_busy() or not self.pipeline.close(self.log_close_problem)
+            self.outputs.is_busy() or self.handlers.leases.is_busy()
+            or not self.pipeline.close(lambda problem: self.log.warning("%s", problem))
         )
         if is_busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
@@ -365,22 +342,19 @@ class Coordinator(BaseActor):
             self.hosts.stop()
         if self.leader_lock is not None:
             self.leader_lock.stop()
-        self.send(self.guardian, Retired())
-
-    def log_close_problem(self, problem: str) -> None:
-        """Log an operator that could not be closed."""
-        self.log.warning("%s", problem)
+        self.send(self.guardian, messages.Retired())
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
         """Accept the start, the end and requests at any time, and everything else while the live state is open."""
-        return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
+        early_messages = messages.StartCoordinator | messages.Retire | messages.Endpoints | Request
+        return self.running or isinstance(message, early_messages)
 
     def admit(self, message: Any, sender_name: str, act: Callable[[], None]) -> None:
         """Check that the log holds the last event that the sender has seen; then call `act` if still running."""
         self.mark_checks.admit(message.known, sender_name, lambda: act() if self.running else None)
 
-    def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
+    def on_Endpoints(self, message: messages.Endpoints, sender: Any) -> None:
         self.operator_models.update(message.models)
 
     def on_Request(self, message: Request, sender: Any) -> None:
@@ -394,7 +368,11 @@ class Coordinator(BaseActor):
             return
 
         def handle() -> None:
-            self.take(request, sender)
+            failure = self.require_session().failure
+            if self.running:
+                self.handlers.router.take(request, sender)
+            elif failure is not None:
+                self.held_requests.take(request, sender, failure)
 
         if not self.running:
             handle()
@@ -403,15 +381,7 @@ class Coordinator(BaseActor):
         else:
             self.mark_checks.after_runners(lambda: self.mark_checks.admit(message.known, message.by, handle))
 
-    def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Handle a request. While the log can't be written, refuse it, or leave it to be repeated by its client."""
-        failure = self.require_session().failure
-        if self.running:
-            self.handlers.router.take(request, sender)
-        elif failure is not None:
-            self.held_requests.take(request, sender, failure)
-
-    def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
+    def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
         """Handle a runner's status once its mark is checked. Requests that wait for this runner's mark go on then."""
 
         def apply_report() -> None:
@@ -420,30 +390,30 @@ class Coordinator(BaseActor):
 
         self.admit(message, f"{message.name} (pid {message.pid} on {message.host})", apply_report)
 
-    def on_RunnerActivity(self, message: RunnerActivity, sender: Any) -> None:
+    def on_RunnerActivity(self, message: messages.RunnerActivity, sender: Any) -> None:
         self.handlers.runners.on_activity(message)
 
-    def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
+    def on_RunnerDied(self, message: messages.RunnerDied, sender: Any) -> None:
         self.fleet.on_death(clean_report(message))
         self.mark_checks.note_runner(message.name)
 
-    def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
+    def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
         self.fleet.on_heartbeat(message)
 
-    def on_EndedRunners(self, message: EndedRunners, sender: Any) -> None:
+    def on_EndedRunners(self, message: messages.EndedRunners, sender: Any) -> None:
         self.fleet.on_ended_runners(message)
 
-    def on_GroupJoinResult(self, message: GroupJoinResult, sender: Any) -> None:
+    def on_GroupJoinResult(self, message: messages.GroupJoinResult, sender: Any) -> None:
         self.fleet.weights.group.on_join_result(clean_report(message))
 
-    def on_OutcomeReport(self, message: OutcomeReport, sender: Any) -> None:
+    def on_OutcomeReport(self, message: messages.OutcomeReport, sender: Any) -> None:
         self.admit(message, message.name, lambda: self.fleet.with_results(message, self.fleet.on_outcomes))
 
-    def on_LeaseReport(self, message: LeaseReport, sender: Any) -> None:
+    def on_LeaseReport(self, message: messages.LeaseReport, sender: Any) -> None:
         self.admit(message, message.name, lambda: self.handlers.leases.on_report(message, sender))
 
-    def on_AdaptersLoadResult(self, message: AdaptersLoadResult, sender: Any) -> None:
+    def on_AdaptersLoadResult(self, message: messages.AdaptersLoadResult, sender: Any) -> None:
         self.fleet.adapters.on_load_result(message)
 
-    def on_WeightsLoadResult(self, message: WeightsLoadResult, sender: Any) -> None:
+    def on_WeightsLoadResult(self, message: messages.WeightsLoadResult, sender: Any) -> None:
         self.fleet.weights.on_load_result(clean_report(message))

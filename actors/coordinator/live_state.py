@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ from trinity_es.actors.coordinator.log_writer import UnitOfWork
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.requests import Parcel, pack
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogError
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.store.records.log_values import Write, checked_write
@@ -46,6 +48,7 @@ from trinity_es.projections.tables.stream_queries import greatest_batch_id, othe
 __all__ = ["LiveState", "Loaded"]
 
 E = TypeVar("E", bound=ev.Event)
+S = TypeVar("S")
 RunInThread = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
 REMEMBERED_BATCHES = 64
@@ -90,18 +93,18 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
             tasks[batch_id] = _packed_tasks(submissions, payloads)
     attempt_times, publication = _last_event(log, ev.PaceMeasured), _last_event(log, ev.WeightsPublished)
     serving_runners = _read_serving_runners(log, states)
-    lives: Lives = {}
-    for name, (incarnation, state_name) in states.items():
-        lives[name, incarnation] = RunnerLife(
-            name=name, incarnation=incarnation, state=RunnerState(state_name), served=name in serving_runners
-        )
+    lives: Lives = {
+        (name, n): RunnerLife(name=name, incarnation=n, state=RunnerState(state), served=name in serving_runners)
+        for name, (n, state) in states.items()
+    }
     adapters = _read_adapters(log, versions)
     return Loaded(
         batches=batches, greatest_id=greatest_batch_id(log), versions=versions, tasks=tasks, lives=lives, queue=queue,
         attempt_times=attempt_times,
         weights=Weights() if publication is None else evolve_weights(Weights(), publication),
-        adapters=adapters, loaded_adapters=_read_loaded_adapters(log, adapters), servers=_read_servers(log),
-        hosts=_read_hosts(log), leases=leases,
+        adapters=adapters, loaded_adapters=_read_loaded_adapters(log, adapters),
+        servers=_fold_stream(log, ev.ServerAdded.stream, Servers(), evolve_servers),
+        hosts=_fold_stream(log, ev.HostJoined.stream, Hosts(), evolve_hosts), leases=leases,
     )
 
 
@@ -132,18 +135,10 @@ def _read_loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
     return names
 
 
-def _read_servers(log: EventLog) -> Servers:
-    servers: Servers = {}
-    for recorded in log.read(stream=ev.ServerAdded.stream):
-        evolve_servers(servers, cast("ev.ServerAdded | ev.ServerRemoved", recorded.event))
-    return servers
-
-
-def _read_hosts(log: EventLog) -> Hosts:
-    hosts: Hosts = {}
-    for recorded in log.read(stream=ev.HostJoined.stream):
-        evolve_hosts(hosts, cast(HostEvent, recorded.event))
-    return hosts
+def _fold_stream(log: EventLog, stream: str, state: S, evolve_state: Callable[[S, Any], None]) -> S:
+    for recorded in log.read(stream=stream):
+        evolve_state(state, recorded.event)
+    return state
 
 
 def _last_event(log: EventLog, event_type: type[E]) -> E | None:
@@ -169,7 +164,6 @@ def _read_batch(
 
 
 def _packed_tasks(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
-    """Return the tasks of these events, each packed for a message."""
     parcels: list[Parcel] = []
     for event in submissions:
         tasks = event.tasks if event.tasks is not None else orjson.loads(payloads.get(event.tasks_digest or ""))
@@ -227,7 +221,6 @@ class LiveState:
         return load_state(self.log, self.payloads, self._queue_capacity)
 
     def replace_state(self, loaded: Loaded) -> None:
-        """Replace the state in memory, and drop the turn."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self._greatest_id = loaded.greatest_id
@@ -260,6 +253,28 @@ class LiveState:
     def when_durable(self, call: Callable[[], None]) -> None:
         """Call `call` once all events recorded so far are durable. It is never called if they can't be written."""
         self.turn.durable_calls.append(call)
+
+    def record_from_thread(
+        self, event: ev.Event, post: Callable[[Callable[[], None]], None], *, unless_open: Iterable[BatchId] = (),
+    ) -> bool:
+        """Record an event in the actor's loop, to which `post` passes a call, and wait in this thread until it is
+        durable. Return False, and record nothing, if one of the batches `unless_open` is open. Raises LogError."""
+        is_recorded: Future[bool] = Future()
+
+        def record() -> None:
+            if any(batch_id in self.batches for batch_id in unless_open):
+                is_recorded.set_result(False)
+                return
+            try:
+                self.record(event)
+            except LogError as e:
+                is_recorded.set_exception(e)
+                return
+            self.when_durable(lambda: is_recorded.set_result(True))
+            self.turn.failure_calls.append(is_recorded.set_exception)
+
+        post(record)
+        return is_recorded.result()
 
     def close_turn(self) -> UnitOfWork:
         """Return the current turn, and begin the next one."""

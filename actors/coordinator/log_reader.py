@@ -36,23 +36,16 @@ class NotRead(Exception):
         self.key, self.read = key, read
 
 
-class Fetch:
+class Fetch(dict[Hashable, Any]):
     """Results of reads for the request being handled."""
-
-    def __init__(self) -> None:
-        self._results: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return the result of `read`. Raises its exception, or NotRead if no thread has run it."""
-        if key not in self._results:
+        if key not in self:
             raise NotRead(key, read)
-        result = self._results[key]
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def put(self, key: Hashable, result: Any) -> None:
-        self._results[key] = result
+        if isinstance(self[key], Exception):
+            raise self[key]
+        return self[key]
 
 
 def read_now(_: Hashable, read: Callable[[], Any]) -> Any:
@@ -74,7 +67,6 @@ class Reader:
         self._pool.submit(self._work, read, done, 0.0 if once else self._retry_for)
 
     def _work(self, read: Callable[[], Any], done: Callable[[Any], None], seconds: float) -> None:
-        """Read in a thread of the pool, with retries for `seconds`, and post the result."""
         result: Any
         try:
             result = patiently(read, seconds=seconds)
@@ -115,7 +107,6 @@ class Watch:
         self._stopped.set()
 
     def _run(self) -> None:
-        """Probe until stopped, and note when the database last answered."""
         while not self._stopped.wait(WATCH_SECONDS):
             try:
                 has_answered = self._is_reachable()

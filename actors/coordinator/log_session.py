@@ -61,36 +61,21 @@ class Phase(enum.Enum):
 
 
 class SessionHost(TimerHost, Protocol):
-    """Coordinator's side of its session."""
+    """Coordinator that a session calls. The class `Coordinator` describes the methods."""
 
     log: logging.Logger
 
     def post(self, call: Callable[[], None]) -> None: ...
     def chance(self) -> float: ...
     def open_store(self) -> tuple[EventLog, PayloadStore]: ...
-    def begin(self) -> None:
-        """Build all that works on the live state, and record this coordinator's start."""
-
-    def recover(self) -> None:
-        """Record this coordinator's start again, since the first try failed."""
-
-    def forget(self) -> None:
-        """Forget everything that is not in the log: the live state has just been rebuilt from it."""
-
-    def serve(self, again: bool) -> None:
-        """Handle messages from now on; `again` means that this is not the first time."""
-
-    def announce_waiting(self, error: Exception) -> None:
-        """Become reachable for clients although the log could not be opened; `error` says why it could not."""
-
-    def refuse(self, error: Exception) -> None:
-        """Answer the held requests with the error of a failed attempt to open, read or write the log."""
-
-    def on_rewound(self, error: LogRewound) -> None:
-        """Answer every waiting client with the error: the log lost acknowledged events, so the work stops."""
-
-    def on_fenced(self, lease: Lease | None) -> None:
-        """End this coordinator. Another writer took the lease and now has `lease`; None: that can't be read."""
+    def begin(self) -> None: ...
+    def recover(self) -> None: ...
+    def forget(self) -> None: ...
+    def serve(self, again: bool) -> None: ...
+    def announce_waiting(self) -> None: ...
+    def refuse(self, error: Exception) -> None: ...
+    def on_rewound(self, error: LogRewound) -> None: ...
+    def on_fenced(self, lease: Lease | None) -> None: ...
 
 
 class LogSession:
@@ -151,10 +136,15 @@ class LogSession:
         self.reader.run(self._open_store, self._on_opened, once=True)
 
     def _open_store(self) -> tuple[Lease, LiveState]:
-        """Open the store, take the lease and read the live state; for a thread, since the database may be slow."""
+        """Open the store, take the lease and read the live state; for a thread, since the database may be slow.
+        Raises LogRewound if the log lacks events that the guardian or this host remember."""
         log, payloads = self._host.open_store()
         try:
-            self._require_claims(log)
+            claims = list(self._claims)
+            if self._memory is not None:
+                claims += log.remembered_claims(self._memory)
+            log.require(claims)
+            log.memory = self._memory
             lease = log.acquire_lease(LEASE, self._owner)
             live = LiveState(
                 log, payloads, queue_capacity=self._queue_capacity, run_in_thread=self._run_in_thread
@@ -164,14 +154,6 @@ class LogSession:
             log.close()
             payloads.close()
             raise
-
-    def _require_claims(self, log: EventLog) -> None:
-        """Check that the log holds what the guardian and this host remember of it. Raises LogRewound."""
-        claims = list(self._claims)
-        if self._memory is not None:
-            claims += log.remembered_claims(self._memory)
-        log.require(claims)
-        log.memory = self._memory
 
     def _on_opened(self, result: tuple[Lease, LiveState] | Exception) -> None:
         """Begin to work with the opened store. After an error try again, but stop if the log lost events."""
@@ -188,7 +170,7 @@ class LogSession:
             self._log_error("waiting for the database", result)
             if not is_transient(result):  # this may last, so clients get an answer meanwhile
                 self._set_failure(result)
-                self._host.announce_waiting(result)
+                self._host.announce_waiting()
             self._retry_later(self.open)
             self._host.refuse(result)
             return
@@ -315,12 +297,12 @@ class LogSession:
 
     def _reload(self, error: Exception) -> None:
         """Have a thread read the live state again; `error` is why the last write failed."""
-        self.reader.run(self._read_after_writer, lambda result: self._on_reloaded(error, result), once=True)
 
-    def _read_after_writer(self) -> Loaded:
-        """Stop the writer, then read the live state; for a thread."""
-        self.writer.stop()
-        return self.live.read_log()
+        def read() -> Loaded:
+            self.writer.stop()
+            return self.live.read_log()
+
+        self.reader.run(read, lambda result: self._on_reloaded(error, result), once=True)
 
     def _on_reloaded(self, error: Exception, loaded: Loaded | Exception) -> None:
         """Go on with the state that was read, or retry later. `error` is why the last write failed."""

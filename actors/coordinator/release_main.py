@@ -26,7 +26,6 @@ MAX_CONCURRENT = 32
 
 
 def main() -> None:
-    """Release the leases named on stdin."""
     end_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a provider's prints must not mix with the answers

@@ -6,15 +6,17 @@ Any other request triggers an attempt to write and gets its error, so the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
+
+import orjson
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter
+from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.requests import Parcel, Reply, pack
+from trinity_es.actors.requests import Parcel, Reply
 from trinity_es.events.errors import LogRewound, error_to_dict
 from trinity_es.events.store.database.retry import is_transient
-from trinity_es.events.store.payloads.payloads import PayloadStore
 
 __all__ = ["HeldRequests"]
 
@@ -22,25 +24,10 @@ TRY_SECONDS = 0.5
 """Minimum interval between two attempts that requests trigger."""
 
 
-class _Router(Protocol):
-    def take(self, request: CommandRequest[Any], sender: Any) -> None: ...
-    def answer_if_repeated(self, request: CommandRequest[Any], sender: Any) -> bool: ...
-
-
-class FailedSession(Protocol):
-    """Session of the log that can't be written."""
-
-    failed_at: float
-    """Time of the last failed attempt to write, in monotonic seconds."""
-    try_again: Callable[[], None]
-
-
 class HeldRequests:
-    """Requests that came while the log can't be written, and the answers to them."""
-
-    def __init__(self, actor: TimerHost, session: FailedSession) -> None:
+    def __init__(self, actor: TimerHost, session: LogSession) -> None:
         self._actor, self._session = actor, session
-        self.router: _Router | None = None
+        self.router: CommandRouter | None = None
         """Router of requests; None until the log has opened."""
         self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
         """Request id -> request and sender, held until the current attempt to write ends."""
@@ -52,7 +39,12 @@ class HeldRequests:
             self._answer(request, sender, error)
             return
         if isinstance(command, GetStatus):
-            self._answer_status(request, sender, error)
+            if self.router is not None:
+                self.router.take(request, sender)
+            else:
+                trouble = f"the log can't be written: {error}"
+                status = {"batches": [], "runners": [], "trouble": trouble, "refuses": True}
+                actor.send(sender, Reply(request.id, Parcel(orjson.dumps(status))))
             return
         if self.router is not None and self.router.answer_if_repeated(request, sender):
             return
@@ -75,16 +67,5 @@ class HeldRequests:
         for request, sender in requests.values():
             self.router.take(request, sender)
 
-    def _answer_status(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
-        """Answer `status` by the router, or with the trouble alone before the log has opened."""
-        if self.router is not None:
-            self.router.take(request, sender)
-            return
-        value = {"batches": [], "runners": [], "trouble": f"the log can't be written: {error}", "refuses": True}
-        self._actor.send(sender, Reply(request.id, pack(value, _NOWHERE), None))
-
     def _answer(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
         self._actor.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
-
-
-_NOWHERE: PayloadStore = None  # type: ignore[assignment]  # a value this short is not stored

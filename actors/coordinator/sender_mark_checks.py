@@ -35,8 +35,6 @@ class _Check(NamedTuple):
 
 
 class SenderMarkChecks:
-    """Checks of senders' marks, and the messages that wait for them."""
-
     def __init__(
         self, log: EventLog, unheard_runners: Iterable[str], post: Callable[[Callable[[], None]], None],
         on_rewound: Callable[[LogRewound], None], on_replaced: Callable[[], None],
@@ -73,7 +71,6 @@ class SenderMarkChecks:
             self._start_checks()
 
     def _start_checks(self) -> None:
-        """Have a thread check all waiting marks against the log."""
         self._is_checking = True
         checks, self._waiting_checks = self._waiting_checks, []
 

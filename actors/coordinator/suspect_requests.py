@@ -88,7 +88,6 @@ class RequestsInHand:
             del self._suspects[next(iter(self._suspects))]
 
     def _write(self) -> None:
-        """Write what is in work now, and the suspects, into the file."""
         if self._file < 0:
             return
         in_work = self._requests | self._pipelines

@@ -24,7 +24,7 @@ class UnitsInFlight:
         """(runner, incarnation) -> number of its units, for runners that have any."""
         self.changed_runners: dict[str, None] = {}
         """Runners whose number of free places may have changed since the last dispatch."""
-        self._units: dict[BatchId, dict[Life, dict[Key, None]]] = {}
+        self._units: dict[tuple[BatchId, Life], dict[Key, None]] = {}
         """Units by batch and life, in the order of dispatch."""
         self._lives: dict[str, dict[int, None]] = {}
         """Incarnations of each runner that have units."""
@@ -34,7 +34,7 @@ class UnitsInFlight:
 
     def units_of(self, batch_id: BatchId, runner: str, incarnation: int) -> list[Key]:
         """Return the units of a batch that this incarnation of a runner has, in the order of dispatch."""
-        return list(self._units.get(batch_id, {}).get((runner, incarnation), ()))
+        return list(self._units.get((batch_id, (runner, incarnation)), ()))
 
     def incarnations(self, runner: str) -> list[int]:
         """Return the incarnations of a runner that have units."""
@@ -51,14 +51,13 @@ class UnitsInFlight:
                 if key not in batch.flights:  # else some of its runs are still open
                     self._drop(batch.batch_id, (event.runner, event.incarnation), [key])
             case ev.TaskDropped() | ev.BatchFinalized() | ev.BatchAborted():
-                for life, units in list(self._units.get(batch.batch_id, {}).items()):
-                    has_ended = batch.state.ended
-                    self._drop(batch.batch_id, life, [k for k in units if has_ended or k not in batch.flights])
+                for life in list(self.loads):
+                    units = self._units.get((batch.batch_id, life), {})
+                    self._drop(batch.batch_id, life, [k for k in units if batch.state.ended or k not in batch.flights])
 
     def _add(self, batch_id: BatchId, life: Life, key: Key) -> None:
-        """Add a unit that was given to a runner."""
         runner, incarnation = life
-        self._units.setdefault(batch_id, {}).setdefault(life, {})[key] = None
+        self._units.setdefault((batch_id, life), {})[key] = None
         self.loads[life] = self.loads.get(life, 0) + 1
         self._lives.setdefault(runner, {})[incarnation] = None
         self.changed_runners[runner] = None
@@ -66,7 +65,7 @@ class UnitsInFlight:
     def _drop(self, batch_id: BatchId, life: Life, keys: Iterable[Key]) -> None:
         """Remove units of a runner's incarnation. Units that it does not have are ignored."""
         runner, incarnation = life
-        units = self._units.get(batch_id, {}).get(life, {})
+        units = self._units.get((batch_id, life), {})
         dropped = [units.pop(key) for key in keys if key in units]
         if not dropped:
             return
@@ -74,9 +73,5 @@ class UnitsInFlight:
         self.loads[life] -= len(dropped)
         if not self.loads[life]:
             del self.loads[life], self._lives[runner][incarnation]
-            if not self._lives[runner]:
-                del self._lives[runner]
         if not units:
-            del self._units[batch_id][life]
-            if not self._units[batch_id]:
-                del self._units[batch_id]
+            del self._units[batch_id, life]

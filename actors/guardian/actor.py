@@ -180,7 +180,7 @@ class Guardian(BaseActor):
             child.up_at = self.now()
         for other in self.runners():
             if other.is_gone():  # perhaps while there was no coordinator to tell
-                self.send(message.coordinator, self.death_report(other))
+                self.report_death(other)
             else:
                 self.send(other.address, message)
 
@@ -298,16 +298,11 @@ class Guardian(BaseActor):
         self.on_child_ended(child, reason, asked=asked)
 
     def report_death(self, child: Child, *, asked: bool = False) -> None:
-        """Send the coordinator, if there is one, a report of a runner's end."""
         if self.coordinator_address is not None:
-            self.send(self.coordinator_address, self.death_report(child, asked=asked))
-
-    def death_report(self, child: Child, *, asked: bool = False) -> messages.RunnerDied:
-        """Return the report of a runner's last end."""
-        return messages.RunnerDied(
-            child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
-            quarantined=child.state == "quarantined", model=child.model, asked=asked,
-        )
+            self.send(self.coordinator_address, messages.RunnerDied(
+                child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
+                quarantined=child.state == "quarantined", model=child.model, asked=asked,
+            ))
 
     def on_child_ended(self, child: Child, reason: str, *, asked: bool = False) -> None:
         """Record and report the end of a child, kill the rest of its process group, and schedule its next start."""
@@ -336,7 +331,6 @@ class Guardian(BaseActor):
             self.start_again(child)
 
     def start_again(self, child: Child) -> None:
-        """Start a child whose pause before its next start has ended."""
         if self.stopping or self.children.get(child.name) is not child or child.state != "waiting":
             return
         if child.is_coordinator():
@@ -356,7 +350,6 @@ class Guardian(BaseActor):
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
     def on_Where(self, message: requests.Where, sender: Any) -> None:
-        """Tell a client the coordinator's address and the state of all children."""
         if not hasattr(self, "config"):
             self.send(sender, requests.WhereReply(message.id, None, {}))
             return

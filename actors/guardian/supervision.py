@@ -163,11 +163,9 @@ class Supervision:
         return [(child, reason) for child, reason in reasons if reason]
 
     def _overdue_reason(self, child: Child, now: float) -> str:
-        """Return why a child is overdue; empty if it is not."""
         policy, age, silent_seconds = self.policy, now - child.born, now - child.seen
         if child.pid == 0:
-            is_overdue = age > HELLO_SECONDS
-            return f"it did not say hello within {HELLO_SECONDS:.0f} s of its start" if is_overdue else ""
+            return f"it did not say hello within {HELLO_SECONDS:.0f} s of its start" if age > HELLO_SECONDS else ""
         if silent_seconds > policy.heartbeat_timeout:
             return f"process {child.pid} gave no sign of life for {silent_seconds:.0f} s"
         if child.silent > policy.hang_timeout:

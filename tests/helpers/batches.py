@@ -7,7 +7,7 @@ import random
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.batch import BatchState, batch_result, evolve, fold
 
 
 def result_of(task: int, run: int) -> ev.RunResult:
@@ -20,11 +20,10 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
     """Play a batch with the real decisions, and random failures and deaths from `seed`."""
     chance = random.Random(seed)
     events: list[ev.Event] = list(
-        batches.submit(
-            None, batch_id="5/x", batch_type=batch_type, repeat_times=[runs] * tasks,  # type: ignore[arg-type]
-            tasks=[{}] * tasks, tasks_digest=None, min_wait_num=None, max_attempts=3, runs_per_unit=split,
-            detailed_stats=False, submission="s",
-        )
+        batches.submit(None, ev.BatchSubmitted(
+            batch_id="5/x", batch_type=batch_type, repeat_times=[runs] * tasks,  # type: ignore[arg-type]
+            tasks=[{}] * tasks, max_attempts=3, runs_per_unit=split, submission="s",
+        ))
     )
     state = fold(events)
     assert state is not None
@@ -61,5 +60,5 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
         record(batches.apply_outcome(state, flight.runner, flight.incarnation, outcome))  # a message may come twice
     record(batches.start_finalizing(state))
     if batch_type == "train":
-        record(batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0))
+        record([ev.BatchFinalized(result=batch_result(state))])
     return state, events

@@ -44,9 +44,3 @@ def outcome(u: ev.Unit, *, ok: list[int] | None = None, failed: list[tuple[int, 
         batch_id=1, submission=submission, unit=u, results=[result(r) for r in runs], failures=failed or [],
         payload=ev.PayloadRef(digest="d", first=0, count=len(runs)) if runs else None, seconds=1.0,
     )
-
-
-SUBMIT: dict[str, Any] = {
-    "batch_id": 1, "batch_type": "train", "repeat_times": [1, 1], "tasks": [{}, {}], "tasks_digest": None,
-    "min_wait_num": None, "max_attempts": 2, "runs_per_unit": None, "detailed_stats": False, "submission": "s1",
-}

@@ -7,7 +7,6 @@ decision raises a TrinityError and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from trinity_es.actors.coordinator.decisions.free_runners import Capacity, Room
 from trinity_es.actors.message_sizes import shorten_error
@@ -26,7 +25,7 @@ from trinity_es.projections.batch import BatchState, Flight, batch_result
 from trinity_es.projections.host_states import host_of
 
 __all__ = [
-    "Capacity", "abort", "add", "apply_outcome", "decide_recovery", "dispatch", "end_finalizing", "fail_finalizing",
+    "Capacity", "abort", "add", "apply_outcome", "decide_recovery", "dispatch", "find_open_tasks",
     "lose_runner", "reopen", "report_missing_groups", "require_batch", "require_runs", "start_finalizing", "submit",
 ]
 
@@ -40,31 +39,21 @@ RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure after which another attempt may succeed. A `data` error fails the same way every time."""
 
 
-def submit(
-    existing: BatchState | None, *, batch_id: BatchId, batch_type: BatchType, repeat_times: list[int],
-    tasks: list[dict[str, Any]] | None, tasks_digest: str | None, min_wait_num: int | None, max_attempts: int,
-    runs_per_unit: int | None, detailed_stats: bool, submission: str, continues: Sequence[ev.ContinuedTask] = (),
-) -> list[ev.Event]:
-    """Return the event that begins a batch. A repeated `submission` gives no event. Raises BatchAlreadyActive (a
+def submit(existing: BatchState | None, new: ev.BatchSubmitted) -> list[ev.Event]:
+    """Return the event that begins a batch; none if its submission is repeated. Raises BatchAlreadyActive (a
     ValueError) for an active id, DataError."""
-    require_batch_id(batch_id)
-    if existing is not None and existing.submission == submission:
+    batch_id = require_batch_id(new.batch_id)
+    if existing is not None and existing.submission == new.submission:
         return []
     if existing is not None and not existing.state.ended:
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before you use its id again"
         )
-    require_runs(batch_id, repeat_times)
-    if min_wait_num is not None and min_wait_num < 0:
-        raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or at least 0")
-    return [
-        ev.BatchSubmitted(
-            batch_id=batch_id, batch_type=batch_type, repeat_times=repeat_times, tasks=tasks,
-            tasks_digest=tasks_digest, min_wait_num=min_wait_num, max_attempts=max_attempts,
-            runs_per_unit=runs_per_unit, detailed_stats=detailed_stats, submission=submission,
-            continues=list(continues),
-        )
-    ]
+    require_runs(batch_id, new.repeat_times)
+    if new.min_wait_num is not None and new.min_wait_num < 0:
+        raise DataError(
+            f"min_wait_num of batch {batch_id!r} is {new.min_wait_num}: give None (all tasks) or at least 0")
+    return [new]
 
 
 def dispatch(
@@ -192,7 +181,6 @@ def lose_runner(
 
 
 def _lost_attempt(batch: BatchState, flight: Flight, reason: str, *, blamed: bool) -> ev.AttemptFailed:
-    """Return the event that an attempt failed because its runner was lost."""
     unit = flight.unit
     return ev.AttemptFailed(
         task=unit.task, run_id_base=unit.run_id_base,
@@ -255,23 +243,19 @@ def require_batch(
     return batch
 
 
-def _open_tasks(batch: BatchState) -> list[int]:
+def find_open_tasks(batch: BatchState) -> list[int]:
     """Return the tasks that are neither settled nor dropped."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 
-def add(
-    batch: BatchState, *, repeat_times: list[int], tasks: list[dict[str, Any]] | None, tasks_digest: str | None,
-    runs_per_unit: int | None, request: str,
-) -> list[ev.Event]:
-    """Return the event that adds tasks to an open batch. A repeated `request` gives no event. Raises DataError."""
-    if request in batch.additions:
+def add(batch: BatchState, new: ev.TasksAdded) -> list[ev.Event]:
+    """Return the event that adds tasks to an open batch; none if its request is repeated. Raises DataError."""
+    if new.request in batch.additions:
         return []
     if batch.state is not BatchLifecycleState.RUNNING:
         raise DataError(f"batch {batch.batch_id!r} is {batch.state}: tasks can be added only to a RUNNING batch")
-    require_runs(batch.batch_id, repeat_times)
-    return [ev.TasksAdded(repeat_times=repeat_times, tasks=tasks, tasks_digest=tasks_digest,
-                          runs_per_unit=runs_per_unit, request=request)]
+    require_runs(batch.batch_id, new.repeat_times)
+    return [new]
 
 
 def require_runs(batch_id: BatchId, repeat_times: Sequence[int]) -> None:
@@ -289,7 +273,7 @@ def start_finalizing(
     With `return_partial` the finished runs of dropped tasks go through the pipeline too; with `cut` the dropped tasks
     of a train batch can go on in a later one. `groups`: as in BatchFinalizing.
     """
-    open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
+    open_tasks, is_eval = find_open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
     if open_tasks:
         partly_done = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
@@ -302,17 +286,6 @@ def start_finalizing(
     return [*events, ev.BatchFinalizing(groups=groups)]
 
 
-def end_finalizing(
-    batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
-    dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
-) -> list[ev.Event]:
-    """Return the event that ends a batch with its pipeline's result. The arguments are fields of BatchFinalized."""
-    return [ev.BatchFinalized(
-        result=batch_result(batch, metrics), pipeline_metrics=metrics, experiences=experiences, selected=selected,
-        dropped=dropped, dropped_by=dropped_by or {}, model_versions=model_versions or [],
-    )]
-
-
 def report_missing_groups(batch: BatchState, lost_counts: Mapping[str, int], usable: int) -> ev.GroupsMissing:
     """Return the event that the pipeline left only `usable` tasks, which is too few. `lost_counts` has, by cause, the
     number of tasks whose experiences it dropped; the event adds the failed tasks."""
@@ -321,16 +294,11 @@ def report_missing_groups(batch: BatchState, lost_counts: Mapping[str, int], usa
     return ev.GroupsMissing(usable=usable, missing=batch.groups - usable, lost=causes)
 
 
-def fail_finalizing(batch: BatchState, error: str) -> list[ev.Event]:
-    """Return the event that the pipeline failed. It makes the batch RUNNING again, with all its results."""
-    return [ev.FinalizeFailed(error=shorten_error(error))]
-
-
 def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:
     """Return the events that abort a batch with its result so far; none for an unknown or ended batch."""
     if batch is None or batch.state.ended:
         return []
-    open_tasks = _open_tasks(batch)
+    open_tasks = find_open_tasks(batch)
     events: list[ev.Event] = []
     if open_tasks:
         events.append(ev.TaskDropped(tasks=open_tasks, reason=f"batch aborted: {reason}"))

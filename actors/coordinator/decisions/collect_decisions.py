@@ -7,9 +7,8 @@ its tasks were taken or dropped. Then its id may be scheduled again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from trinity_es.actors.coordinator.decisions.batch_decisions import require_runs
+from trinity_es.actors.coordinator.decisions.batch_decisions import find_open_tasks, require_runs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch
 from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
@@ -18,32 +17,23 @@ from trinity_es.projections.batch import BatchState, batch_result
 __all__ = ["drop_rest", "end_if_done", "open_scheduled", "pause", "resume", "schedule", "take"]
 
 
-def schedule(
-    existing: BatchState | None, *, batch_id: BatchId, repeat_times: list[int], tasks: list[dict[str, Any]] | None,
-    tasks_digest: str | None, evals: Sequence[int], max_attempts: int, runs_per_unit: int | None, request: str,
-) -> list[ev.Event]:
-    """Return the events that begin a batch with these tasks, or add them to the open batch `existing`.
+def schedule(existing: BatchState | None, new: ev.BatchSubmitted) -> list[ev.Event]:
+    """Return the event that begins a batch, or the events that add the tasks of `new` to the open batch `existing`.
 
-    A repeated `request` gives no events. `evals` are the indices of eval tasks. Raises BatchAlreadyActive if the id
-    belongs to a batch of `submit_batch`, DataError.
+    A repeated submission gives no events. Raises BatchAlreadyActive if the id belongs to a batch of `submit_batch`,
+    DataError.
     """
-    require_batch_id(batch_id)
-    if existing is not None and request in (existing.submission, *existing.additions):
+    batch_id = require_batch_id(new.batch_id)
+    if existing is not None and new.submission in (existing.submission, *existing.additions):
         return []
-    require_runs(batch_id, repeat_times)
+    require_runs(batch_id, new.repeat_times)
     if existing is not None and existing.batch_type == "train" and existing.state is BatchLifecycleState.FINALIZED:
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is a finalized train batch, and its experiences belong to a trainer: schedule tasks "
             "under another batch id"
         )
     if existing is None or existing.state.ended:
-        return [
-            ev.BatchSubmitted(
-                batch_id=batch_id, batch_type="collect", repeat_times=repeat_times, tasks=tasks,
-                tasks_digest=tasks_digest, max_attempts=max_attempts, runs_per_unit=runs_per_unit,
-                submission=request, evals=list(evals),
-            )
-        ]
+        return [new]
     if existing.batch_type != "collect":
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is already active ({existing.state}), submitted with submit_batch: finalize or abort "
@@ -51,8 +41,8 @@ def schedule(
         )
     first_number = existing.expected_task_count
     addition = ev.TasksAdded(
-        repeat_times=repeat_times, tasks=tasks, tasks_digest=tasks_digest, runs_per_unit=runs_per_unit,
-        evals=[first_number + i for i in evals], request=request,
+        repeat_times=new.repeat_times, tasks=new.tasks, tasks_digest=new.tasks_digest, runs_per_unit=new.runs_per_unit,
+        evals=[first_number + i for i in new.evals], request=new.submission,
     )
     return [*resume(existing), addition]
 
@@ -70,7 +60,7 @@ def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
     """Return the event that drops the unsettled tasks, if any. With `return_partial` their finished runs are kept."""
-    open_tasks = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
+    open_tasks = find_open_tasks(batch)
     if not open_tasks:
         return []
     partly_done = [task for task in open_tasks if return_partial and batch.tasks[task].done]

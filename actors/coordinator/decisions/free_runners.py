@@ -50,7 +50,6 @@ class Room:
             self.put(runner)
 
     def put(self, runner: Capacity) -> None:
-        """Add a runner, or replace it by its new state."""
         self._arrival_numbers.setdefault(runner.name, len(self._arrival_numbers))
         self.drop(runner.name)
         self._runners[runner.name] = runner
@@ -68,7 +67,6 @@ class Room:
         self._extra_share = waiting_count / (AHEAD_DIVISOR * max(1, self._place_count)) if several else None
 
     def add_unit(self, runner: Capacity) -> None:
-        """Count one more unit for a runner."""
         runner.load += 1
         self._push(runner)
 

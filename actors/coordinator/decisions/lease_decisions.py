@@ -20,7 +20,7 @@ from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
     "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "apply_release", "end_of_attempt", "find_attachable",
-    "find_due", "find_orphans", "give_up",
+    "find_due", "find_orphans",
 ]
 
 GRACE_SECONDS = 30.0
@@ -169,11 +169,6 @@ def find_due(
             groups.setdefault(provider, []).append(lease)
             max_sizes[provider] = max_size
     return groups
-
-
-def give_up(leases: Iterable[OpenLease]) -> list[ev.Event]:
-    """Return the events that end leases without a release, for a copied store: runs of the original may hold them."""
-    return [ev.LeaseReleased(lease=lease.taken.lease, by="owner") for lease in leases]
 
 
 def apply_release(

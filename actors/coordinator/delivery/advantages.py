@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -65,7 +65,6 @@ class GroupAdvantage:
         self.by_task = std_cal_level == "group" and not duplicate_experiences
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Set the advantages of the tasks that `std_threshold` keeps, and drop or replace the other tasks."""
         batch_std = mean_and_std([reward_of(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
         kept_groups: list[list[Experience]] = []
         group_metrics: list[dict[str, float]] = []
@@ -78,8 +77,7 @@ class GroupAdvantage:
             if self.std_threshold is not None and (len(members) == 1 or std <= self.std_threshold):
                 continue
             scale = (std if batch_std is None else batch_std) + self.epsilon
-            for experience, reward in zip(members, rewards, strict=True):
-                _set_advantage("grpo", experience, F32((reward - mean) / scale))
+            _set_advantages("grpo", members, [F32((reward - mean) / scale) for reward in rewards])
             kept_groups.append(members)
         filtered_count = float(len(experiences) - sum(map(len, kept_groups)))
         metrics = GroupMetrics(group_metrics, _PREFIX, filtered_count=filtered_count)
@@ -101,25 +99,38 @@ class GroupAdvantage:
         return [float(F32(reward_of(e)) * (F32(1) - relative_rank[i] * penalty)) for i, e in enumerate(members)]
 
 
-class ReinforceAdvantage:
-    """`reinforce`: the advantage is the reward, without a baseline (Williams 1992). Metric:
-    `group_advantages/reward_mean/mean|max|min` over tasks."""
+class _TaskAdvantage:
+    """Base of operators that compute the advantages of a task from its rewards, and drop no experience."""
 
+    name: ClassVar[str]
     by_task = True
     needs = ("reward", "action_mask")
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Set each advantage to the experience's reward."""
         group_metrics = []
         groups = group_by(experiences, "task")
-        for members in groups.values():
-            rewards = _rewards(members)
-            group_metrics.append({"reward_mean": float(_mean(rewards))})
-            _set_advantages("reinforce", members, rewards)
+        for tid, members in groups.items():
+            advantages, metrics = self._advantages(tid, _rewards(members))
+            _set_advantages(self.name, members, advantages)
+            group_metrics.append(metrics)
         return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
 
+    def _advantages(self, tid: str, rewards: list[np.float32]) -> tuple[list[np.float32], dict[str, float]]:
+        """Return the advantage for each reward, and the task's metrics."""
+        raise NotImplementedError
 
-class OPMDAdvantage:
+
+class ReinforceAdvantage(_TaskAdvantage):
+    """`reinforce`: the advantage is the reward, without a baseline (Williams 1992). Metric:
+    `group_advantages/reward_mean/mean|max|min` over tasks."""
+
+    name = "reinforce"
+
+    def _advantages(self, tid: str, rewards: list[np.float32]) -> tuple[list[np.float32], dict[str, float]]:
+        return rewards, {"reward_mean": float(_mean(rewards))}
+
+
+class OPMDAdvantage(_TaskAdvantage):
     """`opmd`: reward - baseline, over the experiences of a task; the baseline of a task with one experience is 0.
 
     The baseline is the mean reward (`opmd_baseline="mean"`), or tau * (logsumexp(rewards / tau) - log n)
@@ -127,8 +138,7 @@ class OPMDAdvantage:
     `group_advantages/group_baseline|reward_mean/mean|max|min` over tasks.
     """
 
-    by_task = True
-    needs = ("reward", "action_mask")
+    name = "opmd"
 
     def __init__(self, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> None:
         if opmd_baseline not in ("mean", "logavgexp"):
@@ -137,20 +147,13 @@ class OPMDAdvantage:
             raise ConfigError(f"opmd: tau is {tau}, expected a positive number")
         self.opmd_baseline, self.tau = opmd_baseline, tau
 
-    def process(self, experiences: list[Experience]) -> Operated:
-        """Set each advantage to the experience's reward minus the baseline of its task."""
-        group_metrics = []
-        groups = group_by(experiences, "task")
-        for members in groups.values():
-            rewards = _rewards(members)
-            mean = _mean(rewards)
-            if len(members) == 1:
-                baseline = F32(0)
-            else:
-                baseline = mean if self.opmd_baseline == "mean" else self._logavgexp(rewards)
-            group_metrics.append({"group_baseline": float(baseline), "reward_mean": float(mean)})
-            _set_advantages("opmd", members, [r - baseline for r in rewards])
-        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
+    def _advantages(self, tid: str, rewards: list[np.float32]) -> tuple[list[np.float32], dict[str, float]]:
+        mean = _mean(rewards)
+        if len(rewards) == 1:
+            baseline = F32(0)
+        else:
+            baseline = mean if self.opmd_baseline == "mean" else self._logavgexp(rewards)
+        return [r - baseline for r in rewards], {"group_baseline": float(baseline), "reward_mean": float(mean)}
 
     def _logavgexp(self, rewards: list[np.float32]) -> np.float32:
         """Return tau * (logsumexp(rewards / tau) - log n). Subtracts the maximum first, so that exp can't overflow."""
@@ -161,33 +164,25 @@ class OPMDAdvantage:
         return F32(tau * ((np.log(total) + maximum) - np.log(F32(len(rewards)))))
 
 
-class AsymREAdvantage:
+class AsymREAdvantage(_TaskAdvantage):
     """`asymre`: reward - (mean + baseline_shift), over a task's experiences. With one experience the baseline is 0.
 
     Source: AsymRE (arXiv:2506.20520), as in Trinity-RFT's `asymre`. Metrics: `group_advantages/group_baseline`, and
     `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
     """
 
-    by_task = True
-    needs = ("reward", "action_mask")
+    name = "asymre"
 
     def __init__(self, baseline_shift: float = -0.1) -> None:
         self.baseline_shift = baseline_shift
 
-    def process(self, experiences: list[Experience]) -> Operated:
-        """Set each advantage to the experience's reward minus the shifted mean of its task."""
-        group_metrics = []
-        groups = group_by(experiences, "task")
-        for members in groups.values():
-            rewards = _rewards(members)
-            baseline = F32(0) if len(members) == 1 else _mean(rewards) + F32(self.baseline_shift)
-            reward_mean = float(baseline) - self.baseline_shift  # as in Trinity-RFT
-            group_metrics.append({"group_baseline": float(baseline), "reward_mean": reward_mean})
-            _set_advantages("asymre", members, [r - baseline for r in rewards])
-        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
+    def _advantages(self, tid: str, rewards: list[np.float32]) -> tuple[list[np.float32], dict[str, float]]:
+        baseline = F32(0) if len(rewards) == 1 else _mean(rewards) + F32(self.baseline_shift)
+        reward_mean = float(baseline) - self.baseline_shift  # as in Trinity-RFT
+        return [r - baseline for r in rewards], {"group_baseline": float(baseline), "reward_mean": reward_mean}
 
 
-class RECAdvantage:
+class RECAdvantage(_TaskAdvantage):
     """`rec`: reward - mean over a task's experiences. With `std_normalize` it is divided by (population std + epsilon).
 
     `drop="balance"`: if more rewards of a task are below its mean than not, some of them are drawn at random (seeded
@@ -198,8 +193,7 @@ class RECAdvantage:
     `reward_std`, each `/mean|max|min` over tasks.
     """
 
-    by_task = True
-    needs = ("reward", "action_mask")
+    name = "rec"
 
     def __init__(
         self, epsilon: float = 1e-6, std_normalize: bool = False, drop: Literal["balance"] | None = None
@@ -209,22 +203,14 @@ class RECAdvantage:
             raise ConfigError(f'rec: drop is {drop!r}, expected "balance" or null')
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
-    def process(self, experiences: list[Experience]) -> Operated:
-        """Set the advantages. Experiences that `drop` excludes get 0."""
-        group_metrics = []
-        groups = group_by(experiences, "task")
-        for tid, members in groups.items():
-            rewards = _rewards(members)
-            excluded = self._excluded(tid, rewards)
-            counted = [r for i, r in enumerate(rewards) if i not in excluded]
-            mean, std = (F32(0), F32(1)) if len(counted) <= 1 else (_mean(counted), _std(counted, ddof=0))
-            scale = std + F32(self.epsilon) if self.std_normalize else F32(1)
-            advantages = [F32(0) if i in excluded else (r - mean) / scale for i, r in enumerate(rewards)]
-            _set_advantages("rec", members, advantages)
-            group_metrics.append({
-                "drop_balance": len(excluded) / len(members), "reward_mean": float(mean), "reward_std": float(std),
-            })
-        return _flat(groups.values()), GroupMetrics(group_metrics, _PREFIX)
+    def _advantages(self, tid: str, rewards: list[np.float32]) -> tuple[list[np.float32], dict[str, float]]:
+        excluded = self._excluded(tid, rewards)
+        counted = [r for i, r in enumerate(rewards) if i not in excluded]
+        mean, std = (F32(0), F32(1)) if len(counted) <= 1 else (_mean(counted), _std(counted, ddof=0))
+        scale = std + F32(self.epsilon) if self.std_normalize else F32(1)
+        advantages = [F32(0) if i in excluded else (r - mean) / scale for i, r in enumerate(rewards)]
+        drop_balance = len(excluded) / len(rewards)
+        return advantages, {"drop_balance": drop_balance, "reward_mean": float(mean), "reward_std": float(std)}
 
     def _excluded(self, tid: str, rewards: list[np.float32]) -> set[int]:
         """Return the indices of a task's rewards that `drop` excludes, drawn among the rewards below the mean."""
@@ -258,7 +244,6 @@ class StepWiseAdvantage:
         self.std_cal_level, self.std_threshold = std_cal_level, std_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Set the advantages of the tasks that `std_threshold` keeps, and drop the other tasks."""
         if not experiences:
             return [], {}
         tasks = [group_by(members, "run") for members in group_by(experiences, "task").values()]
@@ -324,21 +309,15 @@ def _std(values: Sequence[np.float32], ddof: int) -> np.float32:
     return F32(math.sqrt(math.fsum((float(v) - mean) ** 2 for v in values) / (len(values) - ddof)))
 
 
-def _set_advantage(operator: str, experience: Experience, advantage: np.float32) -> None:
-    """Set advantages and returns to this number where `action_mask` is true, to 0 elsewhere. Raises DataError."""
-    if experience.action_mask is None:
-        raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one: have "
-                        "its workflow set one")
-    advantages = experience.action_mask.astype(np.float32)
-    advantages *= advantage
-    experience.advantages = advantages
-    experience.returns = advantages.copy()
-
-
 def _set_advantages(operator: str, members: Sequence[Experience], advantages: Sequence[np.float32]) -> None:
-    """Set the advantage of each experience to the number at its index. Raises DataError, which names the operator."""
+    """Set advantages and returns of each experience to its number where `action_mask` is true, to 0 elsewhere.
+    Raises DataError without an `action_mask`."""
     for experience, advantage in zip(members, advantages, strict=True):
-        _set_advantage(operator, experience, advantage)
+        if experience.action_mask is None:
+            raise DataError(f"experience {experience.eid} has no action_mask, and the operator {operator} needs one: "
+                            "have its workflow set one")
+        experience.advantages = experience.action_mask.astype(np.float32) * advantage
+        experience.returns = experience.advantages.copy()
 
 
 def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
@@ -354,7 +333,6 @@ def _random_copies(groups: list[list[Experience]], count: int) -> list[list[Expe
 
 
 def _copy(experience: Experience, number: int) -> Experience:
-    """Return a deep copy of the experience, whose id ends in `-copy<number>`."""
     duplicate = copy.deepcopy(experience)
     duplicate.eid = replace(experience.eid, suffix=f"{experience.eid.suffix}-copy{number}")
     return duplicate

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from trinity_es.actors.openai_clients import Endpoint, async_client
@@ -25,12 +26,12 @@ class OperatorModels:
     def __init__(self, names: Iterable[str], token: str, *, patience: float = PATIENCE_SECONDS,
                  make_client: Callable[[Endpoint], Any] = async_client) -> None:
         """`names` are the auxiliary models of the config; `token` is the API key of their engines."""
-        self._token, self._patience, self._make_client = token, patience, make_client
+        self._patience = patience
+        self._client = cache(lambda name, url: make_client(Endpoint(f"{url}/v1", token, name)))
+        """Returns the client of the engine of a model at a URL."""
         self._urls: dict[str, dict[str, str]] = {name: {} for name in names}
         """Model -> runner -> URL of its serving engine."""
         self._urls_changed = threading.Condition()
-        self._clients: dict[tuple[str, str], Any] = {}
-        """(model, URL) -> client of the engine at this URL."""
 
     def update(self, urls_by_model: Mapping[str, Mapping[str, str]]) -> None:
         """Replace the engines' URLs by these: model -> runner -> URL."""
@@ -54,10 +55,4 @@ class OperatorModels:
                     f"{self._patience:g} s. `trinity-es status` shows its runners"
                 )
             sorted_urls = {name: [url for _, url in sorted(urls.items())] for name, urls in self._urls.items()}
-        clients: dict[str, list[Any]] = {}
-        for name, urls in sorted_urls.items():
-            for url in urls:
-                if (name, url) not in self._clients:
-                    self._clients[name, url] = self._make_client(Endpoint(f"{url}/v1", self._token, name))
-            clients[name] = [self._clients[name, url] for url in urls]
-        return clients
+        return {name: [self._client(name, url) for url in urls] for name, urls in sorted_urls.items()}

@@ -7,6 +7,7 @@ An operator takes all experiences of a batch and returns those to keep, in order
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
@@ -118,7 +119,6 @@ class RewardSpreadFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Keep the tasks whose rewards have a standard deviation above `threshold`."""
         kept: list[Experience] = []
         group_metrics: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
@@ -151,7 +151,6 @@ class DynamicSampling:
         self.metric_key, self.correct_threshold = metric_key, correct_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Keep the tasks with both right and wrong experiences, and count the experiences of the other tasks."""
         kept: list[Experience] = []
         all_right_count = all_wrong_count = 0
         for members in group_by(experiences, "task").values():
@@ -190,7 +189,6 @@ class MaskTruncated:
     by_task = True
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Set the action mask of truncated responses to false, and return all experiences."""
         masked_count = 0
         for experience in experiences:
             if experience.truncate_status == "response_truncated" and experience.action_mask is not None:
@@ -208,11 +206,11 @@ class RewardShaping:
     """
 
     def __init__(self, reward_shaping_configs: list[dict[str, Any]] | None = None) -> None:
-        self.steps: list[tuple[str, str, float]] = []
+        self.steps: list[tuple[str, Callable[[float, float], float], float]] = []
         for config in reward_shaping_configs or []:
             unknown_keys = config.keys() - {"stats_key", "op_type", "weight"}
-            operation = str(config.get("op_type", "ADD")).upper()
-            if unknown_keys or "stats_key" not in config or operation not in ("ADD", "SUB", "MUL", "DIV"):
+            operation = _OPERATIONS.get(str(config.get("op_type", "ADD")).upper())
+            if unknown_keys or "stats_key" not in config or operation is None:
                 raise ConfigError(
                     f"reward_shaping_mapper: {config!r} is not {{stats_key, op_type (ADD, SUB, MUL or DIV), weight}}"
                 )
@@ -245,10 +243,16 @@ class RewardShaping:
                 value = experience.info[key]
                 if not isinstance(value, int | float):
                     raise DataError(f"experience {experience.eid}: info[{key!r}] is {value!r}, expected a number")
-                reward = _apply_operation(operation, reward, weight * value)
+                reward = operation(reward, weight * value)
         if reward is not None and not math.isfinite(reward):
             raise DataError(f"experience {experience.eid}: its shaped reward is {reward}, expected a finite number")
         return reward
+
+
+_OPERATIONS: dict[str, Callable[[float, float], float]] = {
+    "ADD": operator.add, "SUB": operator.sub, "MUL": operator.mul,
+    "DIV": lambda reward, value: reward / value if value else reward,
+}
 
 
 class InvalidRewardFilter:
@@ -277,7 +281,6 @@ class Dedup:
         self.by_task = scope == "task"
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Keep the first of the experiences with equal content, within a task or within the batch."""
         keys: set[object] = set()
         kept = []
         for experience in experiences:
@@ -300,7 +303,6 @@ class PassRate:
     needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Put each task's mean reward into the `info` of its experiences, and return all experiences."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(reward_of(e) for e in members) / len(members)
@@ -325,7 +327,6 @@ _RATE_RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def _refuse_data_juicer(**_: Any) -> Operator:
-    """Raise ConfigError, which names the alternative to this operator of Trinity-RFT."""
     raise ConfigError(
         "data_juicer is not built in: wrap the Data-Juicer operators that you need in a class of yours, with "
         'process(experiences) -> (experiences, metrics), and name it "module:Class"'
@@ -364,16 +365,3 @@ def _content_key(experience: Experience) -> tuple[object, ...]:
         *(None if a is None else a.tobytes() for a in arrays),
         *((name, a.shape, a.tobytes()) for name, a in inputs),
     )
-
-
-def _apply_operation(operation: str, reward: float, value: float) -> float:
-    """Return the reward after one operation. A division by zero does not change it."""
-    match operation:
-        case "ADD":
-            return reward + value
-        case "SUB":
-            return reward - value
-        case "MUL":
-            return reward * value
-        case _:
-            return reward / value if value else reward

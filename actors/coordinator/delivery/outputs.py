@@ -19,7 +19,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
@@ -28,7 +27,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
-from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
+from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_rows import ParquetTable, json_lines, require_parquet
 from trinity_es.events.private_files import make_private_folder
@@ -68,7 +67,6 @@ class _FolderOutput:
         self._folder_is_ready = False
 
     def write(self, key: str, experiences: ExperienceColumns) -> None:
-        """Write the experiences into the file with this key as its name. The file is created or replaced atomically."""
         data = self.encode(experiences)
         if not self._folder_is_ready:
             make_private_folder(self.folder)
@@ -127,18 +125,12 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
             label = f"{label}_{seen[label]}"
         if name in OUTPUTS:
             args["path"] = str(Path(run_dir) / args.get("path", f"outputs/{label}"))
-        output = build("output", name, args, OUTPUTS, "a class with write(key, experiences)")
-        if not callable(getattr(output, "write", None)):
-            raise ConfigError(f"output {name} has no method write(key, experiences): define it, or name another class",
-                              output=name)
-        outputs[label] = output
+        outputs[label] = build("output", name, args, OUTPUTS, "a class with write(key, experiences)", ["write"])
     return outputs
 
 
 # --- following the log ----------------------------------------------------------------------------------------------
 class Outputs:
-    """All outputs of one coordinator."""
-
     def __init__(
         self, outputs: Mapping[str, Output], live: LiveState, payloads: PayloadStore,
         post: Callable[[Callable[[], None]], None],
@@ -188,7 +180,6 @@ class _Follower:
         return self._is_working or (self._wake_up.is_set() and self.error is None)
 
     def _run(self) -> None:
-        """Write the new deliveries whenever the thread is woken. After a failure, retry after pauses that grow."""
         position_is_known, pause = False, FIRST_PAUSE
         while True:
             self._wake_up.wait(None if self.error is None else pause)
@@ -220,7 +211,6 @@ class _Follower:
         return position
 
     def _catch_up(self) -> None:
-        """Write each delivery in the log after this output's position."""
         until = self._log.head().position
         for recorded in self._log.read(types=_TYPES, after=self.position, until=until):
             self._write(recorded)
@@ -238,15 +228,16 @@ class _Follower:
             self._output.write(key, experiences)
         except (PayloadNotFound, CorruptPayload) as e:  # a retry would fail too
             _LOG.warning("output %s skips %s: %s", self.name, key, e)
-            self._record(self._failure_event(key, recorded.position, e, retry=False))
+            self._record_failure(key, recorded.position, e, retry=False)
         except Exception as e:
             if self.error != f"{type(e).__name__}: {e}":  # record it once, not at every try
-                self._record(self._failure_event(key, recorded.position, e, retry=True))
+                self._record_failure(key, recorded.position, e, retry=True)
             raise
         else:
-            self._record(ev.OutputWritten(
+            written = ev.OutputWritten(
                 output=self.name, key=key, position=recorded.position, experiences=len(experiences)
-            ))
+            )
+            self._live.record_from_thread(written, self._post)
 
     def _delivery(self, recorded: Recorded) -> tuple[str, Sequence[ev.PayloadRef]] | None:
         """Return the key and the payloads of a delivery; None for an eval, which has none."""
@@ -266,26 +257,7 @@ class _Follower:
             name = hashlib.sha256(name.encode()).hexdigest()
         return f"step-{name}-{quote(submission, safe='') or recorded.position}", event.experiences
 
-    def _record(self, event: ev.Event) -> None:
-        """Have the actor's loop record an event, and wait until it is durable. Raises LogError if that fails."""
-        is_recorded: Future[bool] = Future()
-
-        def record() -> None:
-            try:
-                self._live.record(event)
-            except LogError as e:  # the stream's version could not be read: nothing was written
-                _LOG.warning("%s was not recorded: %s", type(event).__name__, e)
-                is_recorded.set_result(False)
-                return
-            self._live.when_durable(lambda: is_recorded.set_result(True))
-            self._live.turn.failure_calls.append(lambda error: is_recorded.set_result(False))
-
-        self._post(record)
-        if not is_recorded.result():
-            raise LogError(f"{type(event).__name__} of output {self.name} could not be recorded: the log can't be "
-                           "written")
-
-    def _failure_event(self, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
-        """Return the event that a write failed, with at most 2,000 characters of the error."""
+    def _record_failure(self, key: str, position: int, error: Exception, *, retry: bool) -> None:
         text = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
-        return ev.OutputFailed(output=self.name, key=key, position=position, error=text, retry=retry)
+        failed = ev.OutputFailed(output=self.name, key=key, position=position, error=text, retry=retry)
+        self._live.record_from_thread(failed, self._post)

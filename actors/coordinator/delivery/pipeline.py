@@ -98,12 +98,12 @@ class Pipeline:
         self._operators: list[tuple[str, Operator]] = []
         seen: Counter[str] = Counter()
         for entry in operators:
-            name = _entry_name(entry)
+            name, operator = _build_operator(entry)
             label = name.rpartition(":")[2]  # a ":" in a metric's name would select its aggregation
             seen[label] += 1
             if seen[label] > 1:
                 label = f"{label}_{seen[label]}"
-            self._operators.append((label, _build_operator(name, entry.get("args") or {})))
+            self._operators.append((label, operator))
         self._models = models
         self._passed_models: dict[str, Mapping[str, list[Any]]] = {}
         self._prepared: set[str] = set()
@@ -291,25 +291,16 @@ def _without_bad_runs(
 
 
 # --- building and checking ------------------------------------------------------------------------------------------
-def _entry_name(entry: Mapping[str, Any]) -> str:
-    """Return the name in an operator's config. Raises ConfigError without a name, or for keys besides name and args."""
-    unknown_keys = entry.keys() - {"name", "args"}
+def _build_operator(entry: Mapping[str, Any]) -> tuple[str, Operator]:
+    """Return the name in an operator's config, and the operator. Raises ConfigError."""
     name = entry.get("name")
-    if unknown_keys or not isinstance(name, str):
+    if entry.keys() - {"name", "args"} or not isinstance(name, str):
         raise ConfigError(f"an entry of operators must be {{name, args}}, not {dict(entry)!r}")
-    return name
-
-
-def _build_operator(name: str, args: Mapping[str, Any]) -> Operator:
-    """Build and return an operator. Raises ConfigError."""
     operator: Operator = build(
-        "operator", name, args, OPERATORS, "a class with process(experiences) -> (experiences, metrics)"
+        "operator", name, entry.get("args") or {}, OPERATORS,
+        "a class with process(experiences) -> (experiences, metrics)", ["process"],
     )
-    process = getattr(operator, "process", None)
-    if not callable(process):
-        raise ConfigError(f"operator {name} has no method process(experiences): define it, or name another class",
-                          operator=name)
-    return operator
+    return name, operator
 
 
 def _check_result(label: str, returned: Any) -> Operated:

@@ -15,7 +15,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import orjson
@@ -63,7 +62,7 @@ class Retention:
         position in the log up to which the outputs have written everything.
         """
         self._written_position = written_position
-        self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
+        self.keep, self._live, self._payloads, self._post = keep, live, payloads, post
         self._log = live.log
         self._wake_up = threading.Event()
         self._digests: dict[str, tuple[int, frozenset[str]]] = {}
@@ -77,7 +76,6 @@ class Retention:
 
     # --- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Delete payloads whenever the thread is woken. First finish the last deletion of an earlier coordinator."""
         last_deletion_finished = False
         while True:
             self._wake_up.wait()
@@ -103,7 +101,8 @@ class Retention:
         return {stream: row for stream, row in rows.items() if freed_at.get(stream, 0) < row.first_position}
 
     def _delete_next_group(self) -> bool:
-        """Delete the payloads of a group of batches. Returns False if there is none, or the event was not recorded."""
+        """Delete the payloads of a group of batches. Return False if there is none, or if a batch was submitted again.
+        Raises LogError."""
         kept = self._kept_rows()
         streams = self._candidates(kept)
         if not streams:
@@ -112,63 +111,54 @@ class Retention:
         sizes = [size for d in digests if (size := self._payloads.size(d)) is not None]
         batch_ids = [kept[s].batch_id for s in streams]
         event = ev.PayloadsFreed(batches=batch_ids, payloads=len(sizes), bytes=sum(sizes))
-        is_recorded: Future[bool] = Future()
-        self._post(lambda: self._record(event, is_recorded))
-        if not is_recorded.result():
+        if not self._live.record_from_thread(event, self._post, unless_open=batch_ids):
             return False
         self._delete(digests)
         return True
 
     def _candidates(self, kept: dict[str, _BatchRow]) -> list[str]:
         """Return the streams of batches whose payloads can be deleted now, the oldest first."""
-        assert self._keep is not None
+        assert self.keep is not None
         acknowledged: dict[int, int] = {}
         for row in kept.values():
             if row.trained_step is not None:
                 acknowledged[row.trained_step] = max(row.last_position, acknowledged.get(row.trained_step, 0))
-        newest_steps = sorted(acknowledged)[-self._keep :]
-        if len(newest_steps) < self._keep:
+        newest_steps = sorted(acknowledged)[-self.keep :]
+        if len(newest_steps) < self.keep:
             return []
         oldest_step, oldest_position = newest_steps[0], min(acknowledged[step] for step in newest_steps)
 
-        def is_collected(row: _BatchRow) -> bool:
-            return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
-
         def may_go(row: _BatchRow) -> bool:
-            if row.state == BatchLifecycleState.ABORTED.value or is_collected(row):
+            is_collected = row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
+            if row.state == BatchLifecycleState.ABORTED.value or is_collected:
                 return row.last_position < oldest_position
             return row.trained_step is not None and row.trained_step < oldest_step
+
+        def is_written(stream: str) -> bool:
+            finalized = self._log.read(stream=stream, types=["BatchFinalized"])
+            return all(recorded.position <= written for recorded in finalized)
 
         written = self._written_position()
         streams = [s for s, row in kept.items() if may_go(row)]
         if not math.isinf(written):  # there are outputs
-            streams = [s for s in streams if self._finalized_position(s) <= written]
+            streams = [s for s in streams if is_written(s)]
         return sorted(streams, key=lambda s: kept[s].first_position)[:MAX_BATCHES_PER_EVENT]
-
-    def _finalized_position(self, stream: str) -> int:
-        """Return the position of the batch's last BatchFinalized; 0 if it was aborted."""
-        return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
     def _unshared_digests(self, streams: list[str], kept: dict[str, _BatchRow]) -> set[str]:
         """Return the digests to which only the batches of these streams refer."""
         for stream in self._digests.keys() - kept.keys():
             del self._digests[stream]
         for stream, row in kept.items():
-            self._update_digests(stream, row.last_position)
+            position, digests = self._digests.get(stream, (0, frozenset[str]()))
+            if position < row.last_position:
+                news = self._log.read(stream=stream, after=position, until=row.last_position)
+                self._digests[stream] = row.last_position, digests | experience_digests(news)
         own: set[str] = set()
         for stream in streams:
             own |= self._digests[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
         used_elsewhere = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         used_elsewhere.update(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
         return own - used_elsewhere
-
-    def _update_digests(self, stream: str, until: int) -> None:
-        """Read a batch's stream on, up to the position `until`, and add the digests in it to `_digests`."""
-        position, digests = self._digests.get(stream, (0, frozenset[str]()))
-        if position < until:
-            self._digests[stream] = (until, digests | experience_digests(
-                self._log.read(stream=stream, after=position, until=until)
-            ))
 
     def _finish_last_deletion(self) -> None:
         """Delete the payloads that the last PayloadsFreed names, except those that other batches use. The coordinator
@@ -182,18 +172,3 @@ class Retention:
     def _delete(self, digests: set[str]) -> None:
         for digest in sorted(digests):
             self._payloads.delete(digest)
-
-    # --- the actor's loop -------------------------------------------------------------------------------------------
-    def _record(self, event: ev.PayloadsFreed, is_recorded: Future[bool]) -> None:
-        """Record the event, unless one of its batches was submitted again. Sets `is_recorded` for the thread."""
-        if any(batch_id in self._live.batches for batch_id in event.batches):
-            is_recorded.set_result(False)
-            return
-        try:
-            self._live.record(event)
-        except LogError as e:  # the stream's version could not be read: nothing was written
-            _LOG.warning("nothing was freed: %s", e)
-            is_recorded.set_result(False)
-            return
-        self._live.when_durable(lambda: is_recorded.set_result(True))
-        self._live.turn.failure_calls.append(lambda error: is_recorded.set_result(False))

@@ -36,7 +36,7 @@ class AdapterLoading:
         self.registry, self.live, self.room, self.models = registry, registry.live, room, models
         self.waiters: dict[Awaited, tuple[str, int]] = {}
         """Wait for all runners to load an adapter -> name and version of the adapter."""
-        self._order_number = int(registry.sender.now() * 1e6)  # higher than the numbers of an earlier coordinator
+        self._order_number = int(registry.actor.now() * 1e6)  # higher than the numbers of an earlier coordinator
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
@@ -47,14 +47,13 @@ class AdapterLoading:
         excess = adapters.excess_error(self.live.adapters, self.room)
         if excess and not runner.has_adapters:
             if runner.state is RunnerState.READY:
-                failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess)
-                self.live.record(failed)
+                self.live.record(ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=excess))
         elif runner.up:
             # Without room the log may have adapters from an earlier config; requests for them are refused.
             if self.room == 0 or adapters.has_all(self.live.adapters, runner.adapters):
                 runner.has_adapters = True
             pause = ORDER_LOST_SECONDS * 2 ** min(max(runner.adapters_failures - 1, 0), MOST_DOUBLINGS)
-            is_overdue = self.registry.sender.now() - runner.adapters_since > pause
+            is_overdue = self.registry.actor.now() - runner.adapters_since > pause
             if is_overdue or (runner.adapters_order is None and not runner.adapters_failures):
                 self.order(runner)
         self._end_waits(runner.name, runner.adapters)
@@ -71,7 +70,6 @@ class AdapterLoading:
         return adapters.missing_error(self.live.adapters, message.adapters, self.room)
 
     def on_death(self, name: str) -> None:
-        """Stop waiting for a runner whose process ended."""
         for awaited in self.waiters:
             awaited.mark_done(name)
 
@@ -111,7 +109,7 @@ class AdapterLoading:
             runner.adapters_order = None
             return
         self._order_number += 1
-        runner.adapters_order, runner.adapters_since = self._order_number, self.registry.sender.now()
+        runner.adapters_order, runner.adapters_since = self._order_number, self.registry.actor.now()
         order = LoadAdapters(runner.incarnation, self._order_number, tuple(current.values()))
         self.registry.send_later(runner.address, order)
 

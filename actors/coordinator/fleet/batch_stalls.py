@@ -7,18 +7,16 @@ trainer is not stalled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.explain import why
 from trinity_es.projections.why.system_state import BatchTimes, HostSnapshot, Key, RunnerSnapshot, SystemSnapshot
 
-__all__ = ["Stalls"]
+__all__ = ["StallDetector"]
 
 
 @dataclass(slots=True)
@@ -36,22 +34,20 @@ class _Watched:
     """Cause of the stall that was last recorded since the batch's last progress."""
 
 
-class Stalls:
-    """Detector of stalls in the open batches of a live state."""
-
+class StallDetector:
     def __init__(
-        self, live: LiveState, registry: RunnerRegistry, stall_seconds: float, clock: Callable[[], float], *,
-        attempt_timeout: float | None = None, sequential: bool = False,
+        self, registry: RunnerRegistry, stall_seconds: float, *, attempt_timeout: float | None = None,
+        sequential: bool = False,
     ) -> None:
-        """Batches without a new event for `stall_seconds` are stalled. `clock` returns unix seconds. `attempt_timeout`
-        is `explorer.max_timeout`; `sequential`: the runs of a unit run one after the other."""
-        self.live, self.registry, self.stall_seconds, self.clock = live, registry, stall_seconds, clock
+        """Batches without a new event for `stall_seconds` are stalled. `attempt_timeout` is `explorer.max_timeout`;
+        `sequential`: the runs of a unit run one after the other."""
+        self.live, self.registry, self.stall_seconds = registry.live, registry, stall_seconds
         self.attempt_timeout, self.sequential = attempt_timeout, sequential
         self._watched: dict[BatchId, _Watched] = {}
 
-    def check(self, now: float | None = None) -> None:
+    def check(self) -> None:
         """Record a StallDetected for each stalled batch whose cause is not recorded yet."""
-        now = self.clock() if now is None else now
+        now = self.registry.clock()
         for batch in self.live.batches.values():
             self._note_changes(batch, now)
         for ended_id in self._watched.keys() - self.live.batches.keys():
@@ -66,8 +62,7 @@ class Stalls:
             cause = answer.waiting[0].key
             if answer.of_trainer or cause == watched.cause:
                 continue
-            stall = ev.StallDetected(waiting_on=answer.sentence, since=watched.moved_at)
-            self.live.record_batch(batch.batch_id, [stall])
+            self.live.record_batch(batch_id, [ev.StallDetected(waiting_on=answer.sentence, since=watched.moved_at)])
             watched.cause, watched.version = cause, batch.version  # this event is no progress
 
     def _note_changes(self, batch: BatchState, now: float) -> None:
@@ -82,7 +77,6 @@ class Stalls:
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
 
     def _snapshot(self) -> SystemSnapshot:
-        """Return the state of the system, the input of `why`."""
         fleet = self.registry.runners.values()
         unit_seconds = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         batches = {

@@ -57,7 +57,7 @@ class Dispatcher:
 
     def rest_host(self, host: str) -> None:
         """Give no units to a host for REST_SECONDS, because it lacks something that a unit needs."""
-        self._rests_until[host] = self.registry.sender.now() + REST_SECONDS
+        self._rests_until[host] = self.registry.actor.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
         """Acknowledge the OutcomeReport with this number in the next message to the runner."""
@@ -86,7 +86,7 @@ class Dispatcher:
     def _update_room(self) -> None:
         """Update the load and the limit of the runners that changed, and of runners on hosts whose rest is over."""
         changed_runners, self.live.in_flight.changed_runners = self.live.in_flight.changed_runners, {}
-        for host in [h for h, until in self._rests_until.items() if until <= self.registry.sender.now()]:
+        for host in [h for h, until in self._rests_until.items() if until <= self.registry.actor.now()]:
             del self._rests_until[host]
             changed_runners |= {name: None for name in self.registry.runners if host_of(name) == host}
         for name in changed_runners:
@@ -101,7 +101,6 @@ class Dispatcher:
             ))
 
     def _may_get_units(self, capacity: Capacity) -> bool:
-        """Return True unless a runner loads weights, lacks adapters, is leaving, or its host is at rest."""
         runner = self.registry.runners[capacity.name]
         is_free = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
         return is_free and host_of(capacity.name) not in self._rests_until
@@ -128,7 +127,6 @@ class Dispatcher:
                 self.registry.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
 
     def cancel_units(self, batch: BatchState) -> None:
-        """Cancel the units in flight of this batch."""
         keys_by_life: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for key, flight in batch.flights.items():
             keys_by_life.setdefault((flight.runner, flight.incarnation), []).append(key)
@@ -139,7 +137,6 @@ class Dispatcher:
                 self.registry.send_later(runner.address, cancel)
 
     def _assignment(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
-        """Return a unit in flight with its task, and with the digest of what earlier attempts kept, for its runner."""
         task = self.live.task(batch, unit.task)
         keep_experiences = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
         kept = batch.flights[unit.task, unit.run_id_base].kept
@@ -153,7 +150,7 @@ class Dispatcher:
 
         def send(group: list[UnitAssignment]) -> None:
             message = RunUnits(runner.incarnation, group, acks, self._log_end())
-            self.registry.sender.send(runner.address, message)
+            self.registry.actor.send(runner.address, message)
 
         for group in group_assignments(assignments):
             self.live.when_durable(partial(send, group))

@@ -131,7 +131,7 @@ class ServerFleet:
         """Return True if a leaving runner lacks units and loads no weights, or if `drain_timeout` has passed since the
         first call."""
         assert self._settings is not None
-        now = self._registry.sender.now()
+        now = self._registry.actor.now()
         waited_seconds = now - self._leaving_since.setdefault(life.name, now)
         record = self._registry.runners.get(life.name)
         is_loading = record is not None and record.state is RunnerState.READY and record.loading is not None
@@ -154,9 +154,9 @@ class ServerFleet:
 
     def _send_to_guardian(self, message: Servers) -> None:
         """Send a message once this turn is durable, unless the same message was sent a short time ago."""
-        now = self._registry.sender.now()
+        now = self._registry.actor.now()
         interval = LOOK_SECONDS if message.retire else REPEAT_SECONDS
         if message == self._last_message and now - self._sent_at < interval:
             return
         self._last_message, self._sent_at = message, now
-        self._live.when_durable(lambda: self._registry.sender.send(self._guardian, message))
+        self._live.when_durable(lambda: self._registry.actor.send(self._guardian, message))

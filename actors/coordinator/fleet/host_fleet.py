@@ -112,7 +112,7 @@ class HostFleet:
         self._connected_epochs: dict[str, int] = {}
         """Host -> epoch of its connection. A host that was just admitted gets its connection later."""
         # A host that was silent under an earlier coordinator does not get the whole time again, only enough to return.
-        earliest = registry.sender.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
+        earliest = registry.actor.now() - settings.timeout + min(RETURN_SECONDS, settings.timeout)
         self._heard_at = {host: max(at, earliest) for host, at in heard_at.items()}
         """Host without a connection -> monotonic seconds at which it was last heard from."""
         self._end_reasons: dict[str, str] = {}
@@ -163,11 +163,10 @@ class HostFleet:
             else:
                 self._live.record(event)
         epoch = self._live.hosts[hello.name].epoch
-        self._heard_at[hello.name] = self._registry.sender.now()
+        self._heard_at[hello.name] = self._registry.actor.now()
         self._live.when_durable(lambda: answer(Admission(epoch, self._epoch)))
 
     def _folder_answer(self, offer: Mapping[str, Any]) -> Admission:
-        """Return the answer to a host's request for a folder: the head's path, or a refusal."""
         wanted = offer["fetch"] if isinstance(offer["fetch"], Mapping) else {}
         folder = hosts.find_folder(
             wanted, str(offer.get("build")), own_build=VERSION, weights=self._live.weights,
@@ -204,9 +203,9 @@ class HostFleet:
     # --- time -------------------------------------------------------------------------------------------------------
     def check_connections(self) -> None:
         """Record the loss of hosts that were silent for too long, and tell drained hosts that they may leave."""
-        now = self._registry.sender.now()
+        now = self._registry.actor.now()
         present_hosts, open_connections = self.present(), self._head_end.last_heard()
-        units = self._unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
+        units = self.unit_counts() if any(host.state == "draining" for host in present_hosts) else {}
         for host in present_hosts:
             if self._is_connected(host):
                 if host.state == "draining" and not units.get(host.name):
@@ -227,10 +226,10 @@ class HostFleet:
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row of plain JSON for each present host, and for each that was lost recently."""
-        now = self._registry.sender.now()
+        now = self._registry.actor.now()
         shown_hosts = [h for h in self._live.hosts.values() if h.there or (
             h.state == "lost" and now - self._lost_at.get(h.name, float("-inf")) < SHOWN_SECONDS)]
-        unit_counts, runners_by_host = self._unit_counts(), dict[str, list[str]]()
+        unit_counts, runners_by_host = self.unit_counts(), dict[str, list[str]]()
         for name, runner in self._registry.runners.items():
             if not runner.state.gone:
                 runners_by_host.setdefault(host_of(name), []).append(name)
@@ -271,10 +270,9 @@ class HostFleet:
             self._end_runners(host.name, left_reason(host.name, reason))
 
     def _lose(self, event: ev.Event) -> None:
-        """Record a HostLost, close the host's connection and end its runners."""
         assert isinstance(event, ev.HostLost)
         self._live.record(event)
-        self._lost_at[event.host] = self._registry.sender.now()
+        self._lost_at[event.host] = self._registry.actor.now()
         self._connected_epochs.pop(event.host, None)
         self._head_end.hang_up(event.host, event.epoch)
         _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)
@@ -289,10 +287,7 @@ class HostFleet:
             if life.state not in end_states or loads.get((life.name, life.incarnation)):
                 self._end_runner(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
-    def unit_count(self, host: str) -> int:
-        return self._unit_counts().get(host, 0)
-
-    def _unit_counts(self) -> dict[str, int]:
+    def unit_counts(self) -> dict[str, int]:
         """Return the number of units in flight on each host that has any."""
         counts: dict[str, int] = {}
         for (name, _), load in self._live.in_flight.loads.items():

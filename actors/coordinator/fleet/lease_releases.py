@@ -18,7 +18,7 @@ from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.secrets import masked_text
 from trinity_es.projections.leases import OpenLease
 
-__all__ = ["LeaseReleases"]
+__all__ = ["release_in_thread"]
 
 RELEASE_SECONDS = 60.0
 """Time limit of one release."""
@@ -27,27 +27,21 @@ START_SECONDS = 60.0
 KILL_SECONDS = 10.0
 """Time limit for the end of a killed process."""
 
-Done = Callable[[dict[str, str], str], None]
 
+def release_in_thread(
+    post: Callable[[Callable[[], None]], None], leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]
+) -> None:
+    """Call `release_in_process` in a thread, then `done` with its result in the actor's loop, where `post` runs it."""
 
-class LeaseReleases:
-    """Starter of release processes. `post` runs a callable in the actor's loop."""
+    def work() -> None:
+        try:
+            errors, trouble = release_in_process(leases)
+        except Exception as e:  # without `done` the provider would never be tried again
+            errors, trouble = {}, f"{type(e).__name__}: {e}"
+        post(lambda: done(errors, trouble))
 
-    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
-        self._post = post
-
-    def start(self, leases: Sequence[OpenLease], done: Done) -> None:
-        """Call `release_in_process` in a thread, then `done` with its result in the actor's loop."""
-
-        def work() -> None:
-            try:
-                errors, trouble = release_in_process(leases)
-            except Exception as e:  # without `done` the provider would never be tried again
-                errors, trouble = {}, f"{type(e).__name__}: {e}"
-            self._post(lambda: done(errors, trouble))
-
-        # One thread per process: PDEATHSIG comes when the thread ends that started a process.
-        threading.Thread(target=work, name="lease release", daemon=True).start()
+    # One thread per process: PDEATHSIG comes when the thread ends that started a process.
+    threading.Thread(target=work, name="lease release", daemon=True).start()
 
 
 def release_in_process(

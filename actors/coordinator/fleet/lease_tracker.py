@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import LeaseReply, LeaseReport
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import InvalidEvent, WorkflowError
 from trinity_es.projections.leases import OpenLease, OpenLeases
 
-__all__ = ["LeaseFleet", "Releases"]
+__all__ = ["LeaseTracker", "Release"]
 
 LOOK_SECONDS = 1.0
 """Interval between two checks for expired leases and due releases."""
@@ -30,24 +30,21 @@ MOST_SHOWN = 5
 """Maximum number of failing leases that `status` lists."""
 
 
-class Releases(Protocol):
-    """Interface for releasing leases in separate processes."""
-
-    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
-        """Release leases of one provider in a process. `done` gets each lease's error, "" if it was released, and one
-        error for leases that the process did not report."""
+Release = Callable[[Sequence[OpenLease], Callable[[dict[str, str], str], None]], None]
+"""Function that has a process release leases of one provider. Then it calls its second argument with each lease's
+error, "" if it was released, and with one error for leases that the process did not report."""
 
 
-class LeaseFleet:
+class LeaseTracker:
     """Open leases of a run, their expiry and their release."""
 
     def __init__(
-        self, registry: RunnerRegistry, actor: TimerHost, releases: Releases,
+        self, registry: RunnerRegistry, release: Release,
         is_being_read: decisions.IsBeingRead = lambda batch, key: False,
     ) -> None:
         """`is_being_read` returns True while the journal of a lost unit is being read."""
         self._is_being_read = is_being_read
-        self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
+        self._registry, self._live, self._actor, self._release = registry, registry.live, registry.actor, release
         self._busy_providers: set[str] = set()
         """Providers whose leases a process is releasing now."""
         self._tries: dict[str, int] = {}
@@ -68,8 +65,8 @@ class LeaseFleet:
         self._announced_at = math.inf
 
     def give_up_all(self) -> None:
-        """End all open leases without a release. They belong to the store from which this one was copied."""
-        self._live.record(*decisions.give_up(list(self._live.leases.values())))
+        """End all open leases without a release, for a copied store: runs of the original may hold them."""
+        self._live.record(*[ev.LeaseReleased(lease=lease_id, by="owner") for lease_id in self._live.leases])
 
     # --- reports of runs --------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
@@ -108,7 +105,6 @@ class LeaseFleet:
             self._actor.after(LOOK_SECONDS, "leases", self._check_all)
 
     def _record_orphans(self, leases: OpenLeases) -> None:
-        """Record which of these leases are orphaned, and release them once that is durable."""
         live = self._live
         events = decisions.find_orphans(
             leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
@@ -118,7 +114,6 @@ class LeaseFleet:
             live.when_durable(self.release_due)
 
     def _check_all(self) -> None:
-        """Record leases that are orphaned by now, such as expired ones, and release due leases."""
         self._record_orphans(self._live.leases)
         self._live.when_durable(self.release_due)
 
@@ -131,7 +126,7 @@ class LeaseFleet:
         groups = decisions.find_due(leases.values(), self._due_at, self._max_group_sizes, self._busy_providers, now)
         for provider, group in groups.items():
             self._busy_providers.add(provider)
-            self._releases.start(group, functools.partial(self._on_released, provider, group, now))
+            self._release(group, functools.partial(self._on_released, provider, group, now))
 
     def _on_released(
         self, provider: str, group: Sequence[OpenLease], began_at: float, errors: dict[str, str], trouble: str

@@ -40,8 +40,6 @@ class _LostUnit:
 
 
 class LostJournals:
-    """Reader of the journals of lost attempts, for one coordinator."""
-
     def __init__(
         self, live: LiveState, open_store: Callable[[], Journals] | None, living: Callable[[], Collection[Life]],
     ) -> None:
@@ -72,7 +70,12 @@ class LostJournals:
         needed_lives = {*incarnation_by_runner.items()}
         for batch in self._live.batches.values():
             needed_lives |= {*batch.lost.values(), *((f.runner, f.incarnation) for f in batch.flights.values())}
-        delete = lambda: self._delete_others(needed_lives)  # noqa: E731
+
+        def delete() -> None:
+            for life in self._journals().lives():
+                if life not in needed_lives:
+                    self._journals().drop(life)
+
         self._live.when_durable(lambda: self._live.run_in_thread(delete, lambda _: None))
 
     def read_lost(self, batch_ids: Iterable[BatchId]) -> None:
@@ -142,7 +145,6 @@ class LostJournals:
 
     # --- in a thread ------------------------------------------------------------------------------------------------
     def _journals(self) -> Journals:
-        """Return the store of journals, opened at the first call."""
         if self._store is None:
             assert self._open_store is not None
             self._store = self._open_store()
@@ -202,12 +204,6 @@ class LostJournals:
             seconds=max((run.seconds for run in own_runs), default=0.0), not_kept=not_kept,
             possibly_delivered=sorted({name for names in open_steps.values() for name in names}),
         )
-
-    def _delete_others(self, needed_lives: set[Life]) -> None:
-        """Delete all journals except those of these processes."""
-        for life in self._journals().lives():
-            if life not in needed_lives:
-                self._journals().drop(life)
 
 
 def _lost_unit(batch: BatchState, key: tuple[int, int]) -> _LostUnit:

@@ -57,7 +57,6 @@ class ServerList:
         threading.Thread(target=self._run, name="server list", daemon=True).start()
 
     def _run(self) -> None:
-        """Read the list again and again, until the process ends."""
         while True:
             self.read()
             time.sleep(self._settings.poll_interval)

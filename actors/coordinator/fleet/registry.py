@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import MessageSender
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.events.store.records.clock import steady_clock
 from trinity_es.projections.host_states import host_of
 from trinity_es.projections.runner import RunnerLife, RunnerState
@@ -78,9 +78,9 @@ class RunnerRecord:
 class RunnerRegistry:
     """Runners by name, and the sending of messages to them once the live state is durable."""
 
-    def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, live: LiveState, actor: TimerHost, clock: Callable[[], float] | None = None) -> None:
         """`clock` returns unix seconds to show to users. The default one ignores steps of the machine's clock."""
-        self.live, self.sender, self.clock = live, sender, clock or steady_clock()
+        self.live, self.actor, self.clock = live, actor, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
         self.leaving: frozenset[str] = frozenset()
         """Runners that get no new units because their servers were removed."""
@@ -116,13 +116,13 @@ class RunnerRegistry:
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send a message when everything recorded so far is durable."""
-        self.live.when_durable(lambda: self.sender.send(address, message))
+        self.live.when_durable(lambda: self.actor.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row of plain JSON for each runner, except runners of hosts that are gone."""
         absent_hosts = {host.name for host in self.live.hosts.values() if not host.there}
         loads = self.live.in_flight.loads
-        now, monotonic = self.clock(), self.sender.now()
+        now, monotonic = self.clock(), self.actor.now()
         return [
             {
                 "runner": r.name, "host": host_of(r.name), "model": r.life.model, "incarnation": r.incarnation,

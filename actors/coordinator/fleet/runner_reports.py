@@ -111,7 +111,6 @@ class RunnerLifecycle:
             self.adapters.on_death(name)
 
     def on_heartbeat(self, message: Heartbeat) -> None:
-        """Copy a heartbeat's facts about the engine and the runs into the runner's record."""
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
@@ -165,8 +164,8 @@ class RunnerLifecycle:
                 try:
                     self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # none of the events was recorded, so the unit has failed
-                    failed = batches.apply_outcome(batch, *life, unrecordable_outcome(outcome, e))
-                    self.live.record_batch(outcome.batch_id, failed)
+                    failed = _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {e}")
+                    self.live.record_batch(outcome.batch_id, batches.apply_outcome(batch, *life, failed))
             host = host_of(message.name)
             if outcome.lacks and host:
                 self.dispatcher.rest_host(host)
@@ -179,13 +178,7 @@ class RunnerLifecycle:
             self.dispatcher.acknowledge(message.name, message.number)
 
 
-def unrecordable_outcome(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
-    """Return a failed outcome for a unit whose results or error messages the log can't hold."""
-    return _failed_outcome(outcome, "workflow", f"its outcome can't be recorded: {error}")
-
-
 def _failed_outcome(outcome: UnitOutcome, kind: FailureKind, reason: str) -> UnitOutcome:
-    """Return an outcome of the same unit in which all runs failed for this reason."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,

@@ -54,7 +54,7 @@ class WeightLoading:
     def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Note the version that a runner's new process is loading, so that a rolling update counts it."""
         if self._rolling is not None:
-            runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
+            runner.loading, runner.loading_since = message.loading, self.registry.actor.now()
 
     def failure_reason(self, message: RunnerStatus) -> str:
         """Return why a failed runner with a ready engine stays failed: it never served and could not load the current
@@ -76,9 +76,9 @@ class WeightLoading:
         current = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:  # its answer was lost
-                seconds = round(self.registry.sender.now() - runner.loading_since, 3)
+                seconds = round(self.registry.actor.now() - runner.loading_since, 3)
                 self.on_load_result(WeightsLoadResult(runner.name, runner.incarnation, runner.loading, seconds))
-            elif self.registry.sender.now() - runner.loading_since > LOADING_LOST_SECONDS:
+            elif self.registry.actor.now() - runner.loading_since > LOADING_LOST_SECONDS:
                 runner.loading = None  # the order was lost, and is sent again below
         if message.state == "ready" and runner.model_version != current.version and current.path:
             if self._rolling is None or not runner.life.served:
@@ -88,7 +88,6 @@ class WeightLoading:
         self.continue_rolling()
 
     def on_death(self, name: str, reason: str) -> None:
-        """Stop waiting for a runner whose process ended."""
         self._unreported.discard(name)
         for awaited in self.waiters:
             awaited.mark_done(name)
@@ -152,9 +151,9 @@ class WeightLoading:
         current = self.live.weights
         if runner.loading == current.version:
             return
-        runner.loading, runner.loading_since = current.version, self.registry.sender.now()
+        runner.loading, runner.loading_since = current.version, self.registry.actor.now()
         message = LoadWeights(runner.incarnation, current.version, current.path, from_group)
-        send = lambda: self.registry.sender.send(runner.address, message)  # noqa: E731
+        send = lambda: self.registry.actor.send(runner.address, message)  # noqa: E731
         rolling = self._rolling
         self.live.when_durable(send if rolling is None else lambda: rolling.take_out(send))
 

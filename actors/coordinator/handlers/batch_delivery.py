@@ -12,11 +12,10 @@ from trinity_es.actors.commands import (
     ResumedTrainer,
     ResumeTrainer,
 )
-from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
 from trinity_es.events.store.log import EventLog, Recorded
@@ -30,13 +29,12 @@ __all__ = ["TrainerHandlers"]
 class TrainerHandlers:
 
     def __init__(
-        self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
+        self, live: LiveState, router: CommandRouter, actor: TimerHost, retention: Retention,
         on_trainer_restarted: Callable[[int], None],
     ) -> None:
         """`on_trainer_restarted` is called with the step of the checkpoint from which a trainer repeats later steps."""
         self.live, self.router, self.actor, self.retention = live, router, actor, retention
         self.on_trainer_restarted = on_trainer_restarted
-        self.retained_steps = config.store.retention
         self._waiting_requests: dict[str, CommandRequest[GetNextBatch]] = {}
         """Request id -> request that waits for the next batch."""
         self._must_read_again: dict[str, bool] = {}
@@ -59,12 +57,10 @@ class TrainerHandlers:
         self._read_next(request)
 
     def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
-        """Drop a waiting request, which is answered or whose client has stopped waiting."""
         self._waiting_requests.pop(request.id, None)
         self.actor.cancel(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
-        """Answer the waiting requests for which there is a next batch now."""
         for request in list(self._waiting_requests.values()):
             self._read_next(request)
 
@@ -101,9 +97,10 @@ class TrainerHandlers:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log: acknowledge a batch that was submitted")
         if batch.state is not BatchLifecycleState.FINALIZED:
             raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
-        if batch.trained_step != step or self._was_redelivered(batch_id):
-            trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
-            self.live.record_batch(batch_id, [trained])
+        if batch.trained_step != step or self.live.fetch(
+            ("redelivered", batch_id), lambda: _is_redelivered(self.live.log, batch_id)
+        ):
+            self.live.record_batch(batch_id, [ev.BatchTrained(step=step, metrics=request.command.metrics)])
             self.live.when_durable(self.retention.wake)
         self.router.reply(request)
 
@@ -120,7 +117,7 @@ class TrainerHandlers:
         if freed_batches:
             raise PayloadNotFound(
                 f"batches {freed_batches} were trained after step {step}, but their experiences are deleted: "
-                f"store.retention keeps {self.retained_steps} steps. Resume from a later checkpoint",
+                f"store.retention keeps {self.retention.keep} steps. Resume from a later checkpoint",
                 batches=freed_batches,
             )
         event = ev.ExperiencesRedelivered(step=step, batches=batches)
@@ -131,11 +128,6 @@ class TrainerHandlers:
             live.record(event)
         self.on_trainer_restarted(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
-
-    def _was_redelivered(self, batch_id: BatchId) -> bool:
-        """Return True if a resumed trainer got a batch again after its last acknowledgement. May raise NotRead."""
-        log = self.live.log
-        return bool(self.live.fetch(("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)))
 
 
 def _resume_data(

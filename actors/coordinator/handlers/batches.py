@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,11 +26,12 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone,
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before, submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand, fingerprint
+from trinity_es.actors.message_sizes import shorten_error
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,
@@ -41,7 +43,7 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
-from trinity_es.projections.batch import BatchState
+from trinity_es.projections.batch import BatchState, batch_result
 from trinity_es.projections.event_texts import missing_text
 
 __all__ = ["BatchHandlers"]
@@ -64,14 +66,14 @@ class BatchHandlers:
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
         in_hand: RequestsInHand, outputs: Outputs,
-        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, journals: LostJournals,
+        router: CommandRouter, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, journals: LostJournals,
     ) -> None:
         self.config, self.live, self.dispatcher = config, live, dispatcher
         self.pipeline, self.in_hand = pipeline, in_hand
         self.outputs, self.router, self.actor = outputs, router, actor
         self.dynamic_timeout, self.journals = dynamic_timeout, journals
         self.waiters: dict[BatchId, list[Waiter]] = {}
-        self.recovered: dict[str, int] = {}
+        self.recovered = Counter[str]()
         """Recovery decision -> number of batches with it, among those open when this coordinator started."""
 
     def handlers(self) -> list[HandlerRow]:
@@ -87,12 +89,10 @@ class BatchHandlers:
     def recover(self, alive: Mapping[str, int]) -> None:
         """Decide on every open batch when a coordinator starts. `alive` has the incarnations of living runners."""
         staleness = self.config.explorer.max_staleness
-        self.recovered = {}
+        self.recovered.clear()  # after a failed write, recovery is repeated
         for batch in list(self.live.batches.values()):
             events = batches.decide_recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
-            for event in events:
-                if isinstance(event, ev.RecoveryDecided):
-                    self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
+            self.recovered.update(e.decision for e in events if isinstance(e, ev.RecoveryDecided))
             self.live.record_batch(batch.batch_id, events)
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -106,14 +106,14 @@ class BatchHandlers:
             cut_tasks.continued_task(cut.task, earlier, cut.cut_task)
             for cut, earlier in zip(command.continues or (), earlier_batches, strict=True)
         ]
-        events = batches.submit(
-            self.live.find_batch(batch_id), batch_id=batch_id, batch_type=command.batch_type,
+        events = batches.submit(self.live.find_batch(batch_id), ev.BatchSubmitted(
+            batch_id=batch_id, batch_type=command.batch_type,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             min_wait_num=command.min_wait_num, max_attempts=1 + self.config.explorer.max_retry_times,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
             detailed_stats=self.config.monitor.detailed_stats, submission=request.id, continues=continued_tasks,
-        )
+        ))
         if events:
             self.live.record_batch(batch_id, events)
             for task, earlier in zip(continued_tasks, earlier_batches, strict=True):
@@ -130,11 +130,11 @@ class BatchHandlers:
         advice = "submit the tasks in a batch of their own"
         batch = batches.require_batch(self.live.find_batch(batch_id), batch_id, "train", advice)
         tasks, parcels = submitted_tasks(self.live, command.tasks)
-        events = batches.add(
-            batch, repeat_times=[task.get("repeat_times", 1) for task in tasks],
+        events = batches.add(batch, ev.TasksAdded(
+            repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if command.tasks.digest is None else None, tasks_digest=command.tasks.digest,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner, request=request.id,
-        )
+        ))
         if events:
             self.live.record_batch(batch_id, events)
             self.live.keep_tasks(batch_id, parcels, are_added=True)
@@ -240,19 +240,14 @@ class BatchHandlers:
         `_on_pipeline_done` ignores the result.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
+        maximum = self.config.explorer.max_staleness
+        adapters = {name: event.version for name, event in self.live.adapters.items()}
         job = PipelineJob(
             refs, lambda result: self._on_pipeline_done(batch, result), may_refer=True,
-            limit=self._staleness_limit(), min_groups=batch.groups,
+            limit=None if maximum is None else StalenessLimit(maximum, self.live.weights.version, adapters),
+            min_groups=batch.groups,
         )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
-
-    def _staleness_limit(self) -> StalenessLimit | None:
-        """Return the limit of `explorer.max_staleness` relative to the current versions; None if it is not set."""
-        maximum = self.config.explorer.max_staleness
-        if maximum is None:
-            return None
-        adapters = {name: event.version for name, event in self.live.adapters.items()}
-        return StalenessLimit(maximum, self.live.weights.version, adapters)
 
     def run_job(self, key: str, job: PipelineJob) -> None:
         """Run a pipeline, or pass an error to `job.done` if coordinators ended while they ran the one with this key."""
@@ -277,7 +272,7 @@ class BatchHandlers:
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
                 error = _with_redo_command(error, batch)
-            self.live.record_batch(batch_id, batches.fail_finalizing(batch, str(error)))
+            self.live.record_batch(batch_id, [ev.FinalizeFailed(error=shorten_error(str(error)))])  # RUNNING again
             self._answer_waiters(batch_id, None, error)
             return
         if result.usable < batch.groups:
@@ -285,26 +280,25 @@ class BatchHandlers:
             self.live.record_batch(batch_id, [missing])
             self._answer_waiters(batch_id, None, _too_few_groups(batch_id, missing))
             return
-        events = batches.end_finalizing(
-            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
-            dropped_by=result.dropped_by, model_versions=result.model_versions,
+        finalized = ev.BatchFinalized(
+            result=batch_result(batch, result.metrics), pipeline_metrics=result.metrics, experiences=result.refs,
+            selected=result.selected, dropped=result.dropped, dropped_by=result.dropped_by,
+            model_versions=result.model_versions,
         )
         try:
-            self.live.record_batch(batch_id, events)
+            self.live.record_batch(batch_id, [finalized])
         except InvalidEvent as e:  # for instance a metric's name that the log can't hold
             self._on_pipeline_done(batch, e)
             return
         self._on_ended(batch_id)
 
     def _on_ended(self, batch_id: BatchId) -> None:
-        """Answer the clients that wait for a batch that has just ended, record its attempt times, wake the outputs."""
         batch = self.live.ended_batches[batch_id]
         self._answer_waiters(batch_id, batch.final_result, None)
         self.dynamic_timeout.record_attempt_times(batch)
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
-        """Answer all clients that wait for a batch with the value or the error, and cancel their timers."""
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
             self.actor.cancel(f"finalize:{waiter.request.id}")
@@ -322,7 +316,6 @@ class BatchHandlers:
         self.router.reply(request)
 
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
-        """Run ended tasks of an open batch again."""
         command, batch_id = request.command, request.command.batch_id
         events = batches.reopen(
             self.live.find_batch(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
@@ -358,7 +351,6 @@ class BatchHandlers:
 
 
 def _too_few_groups(batch_id: BatchId, event: ev.GroupsMissing) -> TooFewGroups:
-    """Return the error for a client that requires more groups than the pipeline left."""
     return TooFewGroups(
         f"batch {batch_id!r} is not finalized: {missing_text(event)}. Add tasks with add_tasks, or finalize it without "
         "groups",

@@ -17,7 +17,7 @@ from trinity_es.actors.commands import COMMANDS, Command, CommandRequest, GetSta
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.log_reader import Fetch, NotRead, read_now
 from trinity_es.actors.coordinator.log_writer import Undone
-from trinity_es.actors.coordinator.ports import MessageSender
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.requests import LIMIT, Parcel, Reply
 from trinity_es.events.errors import DataError, TrinityError, error_to_dict
@@ -55,7 +55,7 @@ class CommandRouter:
     """Table of handlers, with the answers that were given and the clients that wait."""
 
     def __init__(
-        self, live: LiveState, actor: MessageSender, log_end: Callable[[], Mark | None], in_hand: RequestsInHand
+        self, live: LiveState, actor: TimerHost, log_end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
         """`log_end` returns the mark of the last acknowledged event. `in_hand` refuses requests that crash
         coordinators."""
@@ -123,7 +123,7 @@ class CommandRouter:
             self._live.turn.failure_calls.pop()  # nothing of it can fail
 
             def done(result: Any) -> None:
-                fetched.put(key, result)
+                fetched[key] = result
                 self._handle(request, fetched)
 
             self._live.run_in_thread(missing.read, done)
@@ -193,6 +193,5 @@ class CommandRouter:
             self._actor.send(sender, replace(reply, end=self._log_end()))
 
     def give_up(self, error: TrinityError) -> None:
-        """Answer every waiting client with this error."""
         for request_id in [i for i, reply in self._answers.items() if reply is None]:
             self._deliver(Reply(request_id, Parcel(b"null"), error_to_dict(error)))

@@ -22,12 +22,11 @@ import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
 from trinity_es.actors.config.data_sections import QueueConfig
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
-from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.plugin_lookup import build
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
+from trinity_es.events.errors import PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.experience_queue import QueueState, add_older, find_older, slice_refs
@@ -108,12 +107,7 @@ PRIORITIES: dict[str, Callable[..., Priority]] = {
 def build_priority(name: str, args: Mapping[str, Any]) -> Priority:
     """Build and return the priority function with this name, as in `buffer.queue`. Raises ConfigError."""
     requirement = "a class whose objects are called with a Candidate and return a number"
-    priority: Priority = build("priority_fn", name, args, PRIORITIES, requirement)
-    if not callable(priority):
-        raise ConfigError(
-            f"priority_fn {name} built a {type(priority).__name__}, which can't be called: give {requirement}"
-        )
-    return priority
+    return build("priority_fn", name, args, PRIORITIES, requirement, ["__call__"])  # type: ignore[no-any-return]
 
 
 def choose_experiences(
@@ -173,18 +167,12 @@ def count_available(state: QueueState, now: float, *, max_use_count: int, cooldo
 
 
 class ExperienceQueue:
-    """Queue of experiences with the requests that wait for it."""
-
-    def __init__(
-        self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[], float],
-    ) -> None:
-        """`config` is `buffer.queue`; `clock` returns unix seconds."""
+    def __init__(self, config: QueueConfig, registry: RunnerRegistry, router: CommandRouter) -> None:
         self._priority = build_priority(config.priority_fn, config.priority_fn_args)
         self._limits: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
-        self._live, self._router, self._actor, self._clock = live, router, actor, clock
-        self._waiting_requests: dict[str, CommandRequest[TakeExperiences]] = {}
-        self._heard_at: dict[str, float] = {}
-        """Id of a waiting request -> unix seconds at which its client last sent it."""
+        self._live, self._router, self._actor, self._clock = registry.live, router, registry.actor, registry.clock
+        self._waiting_requests: dict[str, tuple[CommandRequest[TakeExperiences], float]] = {}
+        """Request id -> waiting request, and unix seconds at which its client last sent it."""
         self._unused_count = 0
         """Number of experiences that had left the queue untaken when the last warning was logged."""
 
@@ -204,21 +192,21 @@ class ExperienceQueue:
             add_older(queue, self._live.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._on_timeout(request))
-        self._waiting_requests[request.id] = request
-        self._heard_at[request.id] = self._clock()
+        self._waiting_requests[request.id] = request, self._clock()
         self.check()
 
     def on_repeated_request(self, request_id: str) -> None:
         """Note that the client of a waiting request is alive."""
         if request_id in self._waiting_requests:
-            self._heard_at[request_id] = self._clock()
+            request, _ = self._waiting_requests[request_id]
+            self._waiting_requests[request_id] = request, self._clock()
             self.check()
 
     def check(self) -> None:
         """Serve the waiting requests for which the queue has enough. Warn of experiences that left it untaken."""
         now = self._clock()
-        for request in list(self._waiting_requests.values()):
-            if now - self._heard_at[request.id] > SILENT_SECONDS:
+        for request, heard_at in list(self._waiting_requests.values()):
+            if now - heard_at > SILENT_SECONDS:
                 continue
             n = request.command.n
             try:
@@ -258,19 +246,15 @@ class ExperienceQueue:
             self.check()
 
     def status(self) -> dict[str, int]:
-        """Return the numbers of experiences, available experiences and waiting requests."""
         state = self._live.queue
         available_count = count_available(state, self._clock(), **self._limits)
         return {"experiences": state.size, "available": available_count, "waiting": len(self._waiting_requests)}
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Remove a waiting request, which gets its answer now."""
         self._waiting_requests.pop(request.id, None)
-        self._heard_at.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
     def _on_timeout(self, request: CommandRequest[TakeExperiences]) -> None:
-        """Answer a request that still waits with TakeTimeout."""
         if request.id not in self._waiting_requests:
             return
         self._forget(request)

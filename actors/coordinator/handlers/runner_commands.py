@@ -15,8 +15,7 @@ from typing import Any
 from trinity_es.actors import commands
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.messages import QueryActivity, ReplaceRunner, RunnerActivity
 from trinity_es.actors.runner_activity import runner_state, states_table
 from trinity_es.events.errors import RunnerNotFound
@@ -47,10 +46,8 @@ class _Question:
 
 class RunnerHandlers:
 
-    def __init__(
-        self, router: Responder, registry: RunnerRegistry, actor: TimerHost, guardian_of: Callable[[str], Any]
-    ) -> None:
-        self.router, self.registry, self.actor, self.guardian_of = router, registry, actor, guardian_of
+    def __init__(self, router: CommandRouter, registry: RunnerRegistry, guardian_of: Callable[[str], Any]) -> None:
+        self.router, self.registry, self.actor, self.guardian_of = router, registry, registry.actor, guardian_of
         self._questions: dict[str, _Question] = {}
         """Open questions by id."""
         self._asked_at: dict[tuple[str, int], float] = {}
@@ -134,10 +131,10 @@ class RunnerHandlers:
     def _recorded_state(self, name: str) -> dict[str, Any]:
         """Return a runner's state from the coordinator's records, as plain JSON."""
         runner = self.registry.runners[name]
-        loads = self.registry.live.in_flight.loads
+        units = self.registry.live.in_flight.loads.get((name, runner.incarnation), 0)
         return runner_state(
             None, runner=name, incarnation=runner.incarnation, model=runner.life.model, state=runner.state,
-            model_version=runner.model_version, units=loads.get((name, runner.incarnation), 0),
+            model_version=runner.model_version, units=units,
         )
 
     def report(self, interval: float, write: Callable[[str], None]) -> None:

@@ -28,10 +28,10 @@ from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import submitted_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, sort_batch_id
 from trinity_es.projections.batch import BatchState
@@ -56,7 +56,7 @@ class SchedulerHandlers:
 
     def __init__(
         self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
-        router: Responder, actor: TimerHost
+        router: CommandRouter, actor: TimerHost
     ) -> None:
         self._explorer, self._live, self._dispatcher = config.explorer, live, dispatcher
         self._dynamic_timeout = dynamic_timeout
@@ -75,7 +75,6 @@ class SchedulerHandlers:
         ]
 
     def _scheduled_batches(self) -> list[BatchState]:
-        """Return the open scheduled batches, sorted by id."""
         scheduled = [b for b in self._live.batches.values() if b.batch_type == "collect"]
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
@@ -96,14 +95,13 @@ class SchedulerHandlers:
         """Begin a batch with these tasks, or add them to it. Answer with the number of the first new task."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = submitted_tasks(self._live, parcel)
-        events = collect_decisions.schedule(
-            self._live.find_batch(batch_id), batch_id=batch_id,
-            repeat_times=[task.get("repeat_times", 1) for task in tasks],
+        events = collect_decisions.schedule(self._live.find_batch(batch_id), ev.BatchSubmitted(
+            batch_id=batch_id, batch_type="collect", repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None, tasks_digest=parcel.digest,
             evals=[i for i, task in enumerate(tasks) if task.get("is_eval")],
             max_attempts=1 + self._explorer.max_retry_times,
-            runs_per_unit=self._explorer.max_repeat_times_per_runner, request=request.id,
-        )
+            runs_per_unit=self._explorer.max_repeat_times_per_runner, submission=request.id,
+        ))
         if events:
             self._live.record_batch(batch_id, events)
             self._live.keep_tasks(batch_id, parcels, are_added=isinstance(events[-1], ev.TasksAdded))

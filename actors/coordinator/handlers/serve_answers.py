@@ -19,10 +19,9 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.coordinator.handlers.request_inputs import processed_before
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, InvalidEvent
 from trinity_es.events.experience import Experience
@@ -37,7 +36,7 @@ BATCH = "serve"
 class AnswerHandlers:
 
     def __init__(
-        self, live: LiveState, outputs: Outputs, router: Responder, run_job: Callable[[str, PipelineJob], None]
+        self, live: LiveState, outputs: Outputs, router: CommandRouter, run_job: Callable[[str, PipelineJob], None]
     ) -> None:
         """`run_job(name, job)` runs the pipeline."""
         self._live, self._outputs, self._router, self._run_job = live, outputs, router, run_job
@@ -128,7 +127,6 @@ class AnswerHandlers:
         ))
 
     def _on_pipeline_done(self, request: CommandRequest[DeliverAnswers], result: PipelineDone | BaseException) -> None:
-        """Record the pipeline's result, and end the delivery."""
         message_ids = sorted(self._ids_in_delivery)
         if isinstance(result, BaseException):
             self._end_delivery(request, None, result)
@@ -177,9 +175,8 @@ class AnswerHandlers:
         return states
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
-        """Answer with the number of answers in each state."""
-        log = self._live.log
-        self._router.answer(request, self._live.fetch("answers", lambda: log.query(serve_answers.counts)))
+        counts = self._live.fetch("answers", lambda: self._live.log.query(serve_answers.counts))
+        self._router.answer(request, counts)
 
 
 def put_rewards(experiences: list[Experience], answer_by_id: dict[str, serve_answers.AnswerState]) -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from trinity_es.actors.commands import CommandRequest, EngineRoute, GetRoutes, RouteTable
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 
 __all__ = ["RouteHandlers"]
 
@@ -36,10 +35,8 @@ class _Proxy:
 
 
 class RouteHandlers:
-    """Table of serving engines for the proxies. Engines leave it before they load weights."""
-
-    def __init__(self, registry: RunnerRegistry, router: Responder, actor: TimerHost) -> None:
-        self._registry, self._router, self._actor = registry, router, actor
+    def __init__(self, registry: RunnerRegistry, router: CommandRouter) -> None:
+        self._registry, self._router, self._actor = registry, router, registry.actor
         self._table: list[EngineRoute] = []
         self._table_number = int(self._actor.now() * 1e6)  # larger than any number of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}
@@ -61,7 +58,6 @@ class RouteHandlers:
         self._start_loads()
 
     def _answer(self, proxy: _Proxy) -> None:
-        """Answer a proxy's open poll, if it has one, with the current table."""
         request, proxy.open_poll = proxy.open_poll, None
         if request is not None:
             self._actor.cancel(f"routes:{request.command.proxy}")
@@ -78,7 +74,6 @@ class RouteHandlers:
                 self._answer(proxy)
 
     def urls(self) -> list[str]:
-        """Return the URLs of the proxies that are alive."""
         now = self._actor.now()
         return sorted(p.url for p in self._proxies.values() if p.url and now - p.polled_at < GONE_SECONDS)
 

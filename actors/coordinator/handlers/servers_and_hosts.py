@@ -7,8 +7,7 @@ from collections.abc import Callable
 from trinity_es.actors.commands import CommandRequest, DrainHost, DrainingHost, ScaledServers, ScaleServers
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import Responder
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.actors.server_addresses import checked_url
 from trinity_es.events.errors import DataError, HostNotFound
 
@@ -17,7 +16,7 @@ __all__ = ["MachineHandlers"]
 
 class MachineHandlers:
 
-    def __init__(self, servers: ServerFleet, hosts: Callable[[], HostFleet | None], router: Responder) -> None:
+    def __init__(self, servers: ServerFleet, hosts: Callable[[], HostFleet | None], router: CommandRouter) -> None:
         """`hosts` returns the hosts that joined, or None if hosts can't join this run."""
         self.servers, self.hosts, self.router = servers, hosts, router
 
@@ -41,7 +40,7 @@ class MachineHandlers:
             names = ", ".join(sorted(hosts_by_name)) or "none besides the head's own"
             raise HostNotFound(f"no host {name!r} has joined; joined hosts: {names}")
         fleet.drain(name, request.command.reason)
-        epoch, units = hosts_by_name[name].epoch, fleet.unit_count(name)
+        epoch, units = hosts_by_name[name].epoch, fleet.unit_counts().get(name, 0)
         self.router.reply(request, DrainingHost(host=name, epoch=epoch, units=units))
 
 

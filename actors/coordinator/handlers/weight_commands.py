@@ -16,12 +16,10 @@ from trinity_es.actors.commands import (
     SyncedWeights,
     SyncWeights,
 )
-from trinity_es.actors.coordinator.fleet.adapter_loading import AdapterLoading
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.wait_for_runners import Awaited
-from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
-from trinity_es.actors.coordinator.handlers.command_router import HandlerRow, handler_row
-from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.handlers.command_router import CommandRouter, HandlerRow, handler_row
 from trinity_es.events import vocabulary as ev
 
 __all__ = ["LoadHandlers"]
@@ -31,8 +29,9 @@ LoadRequest = CommandRequest[SyncWeights] | CommandRequest[SyncAdapter] | Comman
 
 class LoadHandlers:
 
-    def __init__(self, weights: WeightLoading, adapters: AdapterLoading, router: Responder, actor: TimerHost) -> None:
-        self.weights, self.adapters, self.router, self.actor = weights, adapters, router, actor
+    def __init__(self, fleet: RunnerLifecycle, router: CommandRouter) -> None:
+        self.weights, self.adapters = fleet.weights, fleet.adapters
+        self.actor, self.router = fleet.registry.actor, router
         self._waiting: dict[str, tuple[LoadRequest, Awaited, Callable[[], Any]]] = {}
         """Request id -> request, the wait for its runners, and a function that returns the answer."""
 
@@ -72,12 +71,10 @@ class LoadHandlers:
         self._wait(request, awaited, answer)
 
     def remove_adapter(self, request: CommandRequest[RemoveAdapter]) -> None:
-        """Remove an adapter, and answer when that is durable."""
         self.adapters.remove(request.command.adapter)
         self.router.reply(request)
 
     def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
-        """Answer whether the trainer can send weights over its process group."""
         self.router.answer(request, self.weights.group.is_whole())
 
     def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:

@@ -15,7 +15,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.external_servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
-from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet, Releases
+from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseTracker, Release
 from trinity_es.actors.coordinator.fleet.lost_journals import LostJournals
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
@@ -30,10 +30,9 @@ from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.handlers.servers_and_hosts import MachineHandlers
 from trinity_es.actors.coordinator.handlers.weight_commands import LoadHandlers
-from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
-from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.values import sort_batch_id
 from trinity_es.projections.adapter_versions import current_adapters
@@ -42,24 +41,19 @@ __all__ = ["Handlers"]
 
 
 class Handlers:
-    """The fleet of runners, and the router with the handlers of all commands."""
-
     def __init__(
-        self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
-        log_end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
-        trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
-        hosts: Callable[[], HostFleet | None] = lambda: None,
+        self, config: LaunchedConfig, session: LogSession, pipeline: PipelineThread, retention: Retention,
+        outputs: Outputs, actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, release: Release,
+        alive: Iterable[str] = (), hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
-        """`log_end` returns the mark of the last acknowledged event. `alive` are the runners that have a process.
-        `trouble` returns why the log can't be written now, or None. `refuses` returns True if requests that write fail
-        now instead of waiting. `hosts` returns the hosts that joined, or None if hosts can't join this run.
-        """
-        self.in_hand = in_hand
+        """`alive` are the runners that have a process. `hosts` returns the hosts that joined, or None if hosts can't
+        join this run."""
+        live = session.live
+        self.live, self.session, self.in_hand, self.outputs, self.hosts = live, session, in_hand, outputs, hosts
         registry = RunnerRegistry(live, actor)
         dynamic_timeout = DynamicTimeout(config.explorer, live)
-        self.router = router = CommandRouter(live, actor, log_end, in_hand)
-        self.routes = RouteHandlers(registry, router, actor)
+        self.router = router = CommandRouter(live, actor, session.log_end, in_hand)
+        self.routes = RouteHandlers(registry, router)
         rolling = None
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
@@ -67,7 +61,7 @@ class Handlers:
         if config.explorer.progress.seconds > 0:
             open_store = functools.partial(open_journals, config.store.url, durability=config.store.durability)
         self.journals = LostJournals(live, open_store, registry.living_processes)
-        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, log_end, self.journals.is_unread)
+        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, session.log_end, self.journals.is_unread)
         lora = config.rollout.lora
         max_adapters = 0 if lora is None else lora.max_adapters
         on_servers = config.rollout.engine_type == "http"
@@ -75,22 +69,20 @@ class Handlers:
         models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(
             registry, weights, dispatcher, max_adapters, on_servers=on_servers, models=models)
-        self.leases = LeaseFleet(registry, actor, releases, self.journals.is_unread)
-        self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
+        self.leases = LeaseTracker(registry, release, self.journals.is_unread)
+        self.queue = ExperienceQueue(config.buffer.queue, registry, router)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
-        self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.on_trainer_restarted)
+        self.trainer = TrainerHandlers(live, router, actor, retention, self.queue.on_trainer_restarted)
         self.batches = BatchHandlers(
             config, live, dispatcher, pipeline, in_hand, outputs, router, actor, dynamic_timeout=dynamic_timeout,
             journals=self.journals,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
-        self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
+        self.loads = LoadHandlers(self.fleet, router)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
-        self.runners = RunnerHandlers(router, registry, actor, guardian_of)
+        self.runners = RunnerHandlers(router, registry, guardian_of)
         settings = config.rollout.servers if on_servers else None
         self.servers = ServerFleet(settings, registry, guardian, proxied=config.mode == "serve")
-        self.live, self.outputs, self.hosts = live, outputs, hosts
-        self.epoch, self.trouble, self.refuses = epoch, trouble, refuses
         parts = (
             self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
             MachineHandlers(self.servers, hosts, router),
@@ -101,8 +93,7 @@ class Handlers:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
         self.batches.check_finalize([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
-        has_ended_one = not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches)
-        if has_ended_one:
+        if not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches):
             self.live.when_durable(self.trainer.check_next_batch)
             self.queue.check()
         self.loads.check()
@@ -129,7 +120,8 @@ class Handlers:
                 "adapters": {name: e.version for name, e in current_adapters(self.live.adapters).items()},
                 "batches": batches, "runners": self.fleet.registry.status(), "clock": self.fleet.registry.clock(),
                 "recovered": self.batches.recovered, "outputs": self.outputs.status(), "queue": self.queue.status(),
-                "epoch": self.epoch, "trouble": self.trouble(), "refuses": self.refuses(),
+                "epoch": self.session.lease.epoch, "trouble": self.session.trouble,
+                "refuses": self.session.failure is not None,
                 "proxies": self.routes.urls(), "servers": self.servers.status(), "server_list": self.servers.trouble,
                 "leases": self.leases.status(), "hosts": [] if hosts is None else hosts.status(),
             },

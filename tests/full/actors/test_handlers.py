@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,14 +44,14 @@ class Place(LiveLog):
         outputs = Outputs({}, self.live, self.payloads, lambda call: call())
         retention = Retention(None, self.live, self.payloads, lambda call: call())
         self.pipeline = PipelineThread([], self.payloads, lambda call: call())
+        session: Any = SimpleNamespace(
+            live=self.live, log_end=lambda: None, lease=SimpleNamespace(epoch=1), trouble=None, failure=None
+        )
         self.handlers = Handlers(
-            config, self.live, self.pipeline, retention, outputs, self, guardian="guardian", in_hand=RequestsInHand(),
-            releases=self,
+            config, session, self.pipeline, retention, outputs, self, guardian="guardian", in_hand=RequestsInHand(),
+            release=lambda leases, done: None,  # no test here takes a lease
         )
         self.fleet = self.handlers.fleet
-
-    def start(self, leases: Any, done: Any) -> None:
-        """Release nothing: no test here takes a lease."""
 
     def ask(self, request: str, command: Command[Any]) -> None:
         self.handlers.router.take(CommandRequest(request, command), f"client of {request}")

@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.live_log import LiveLog
 from trinity_es import open_log
 from trinity_es.actors.coordinator.fleet import lease_releases
-from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseFleet
+from trinity_es.actors.coordinator.fleet.lease_tracker import LeaseTracker
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.release_main import MAX_CONCURRENT
@@ -64,10 +64,10 @@ class Place(LiveLog):
         ])
         self.turn()
 
-    def new_fleet(self) -> LeaseFleet:
-        return LeaseFleet(RunnerRegistry(self.live, self, lambda: self.clock), self, self)
+    def new_fleet(self) -> LeaseTracker:
+        return LeaseTracker(RunnerRegistry(self.live, self, lambda: self.clock), self.release)
 
-    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
+    def release(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         self.asked.append(([lease.taken.lease for lease in leases], done))
 
     def look(self) -> None:

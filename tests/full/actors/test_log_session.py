@@ -71,7 +71,7 @@ class Host(Timers):
     def serve(self, again: bool) -> None:
         self.notes.append("serve again" if again else "serve")
 
-    def announce_waiting(self, error: Exception) -> None:
+    def announce_waiting(self) -> None:
         self.notes.append("waits")
 
     def refuse(self, error: Exception) -> None:

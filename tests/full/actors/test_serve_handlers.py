@@ -67,7 +67,7 @@ class Place(LiveLog):
         """Another coordinator takes over: nothing that is not in the log is known."""
         registry = RunnerRegistry(self.live, self, clock=lambda: self.clock)
         self.answers = AnswerHandlers(self.live, self, self, self.run_job)  # type: ignore[arg-type]  # it has what is used here
-        self.routes = RouteHandlers(registry, self, self)
+        self.routes = RouteHandlers(registry, self)
         weights = WeightLoading(registry, Rolling(1, self.routes.take_out, alive))
         self.fleet = RunnerLifecycle(registry, weights, Dispatcher(registry))
 

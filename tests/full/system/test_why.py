@@ -16,7 +16,7 @@ from tests.helpers.handmade import cli
 from tests.helpers.parity_rows import recorded
 from tests.helpers.systems import StartSystem, kill_system, pid_of
 from trinity_es import Task
-from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.batch_stalls import StallDetector
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -170,11 +170,11 @@ class Memory:
         ready = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
         self.servers: dict[str, Server] = {}
         self.hosts: Hosts = {}
-        self.registry = RunnerRegistry(self, self)  # type: ignore[arg-type]  # they have what is used here
+        self.clock = ManualClock(1000.0)
+        self.registry = RunnerRegistry(self, self, self.clock)  # type: ignore[arg-type]  # they have what is used here
         self.runners = self.registry.runners
         self.runners["runner-0"] = RunnerRecord(ready)
-        self.clock = ManualClock(1000.0)
-        self.stalls = Stalls(self, self.registry, 10.0, self.clock, attempt_timeout=60.0)  # type: ignore[arg-type]  # all that it looks at
+        self.stalls = StallDetector(self.registry, 10.0, attempt_timeout=60.0)
         state = fold(events)
         self.batches[state.batch_id] = state
 

@@ -20,10 +20,10 @@ from trinity_es.projections.reading.log_reader import recomputed_result
 
 def schedule(state: BatchState | None, n: int = 2, *, request: str, **changed: Any) -> list[ev.Event]:
     given: dict[str, Any] = {
-        "batch_id": 1, "repeat_times": [2] * n, "tasks": [{}] * n, "tasks_digest": None, "evals": [],
-        "max_attempts": 2, "runs_per_unit": 1,
+        "batch_id": 1, "batch_type": "collect", "repeat_times": [2] * n, "tasks": [{}] * n, "max_attempts": 2,
+        "runs_per_unit": 1, "submission": request,
     }
-    return collect_decisions.schedule(state, **{**given, **changed}, request=request)
+    return collect_decisions.schedule(state, ev.BatchSubmitted(**given | changed))
 
 
 def opened(*requests: str) -> BatchState:

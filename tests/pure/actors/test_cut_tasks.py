@@ -13,7 +13,7 @@ from trinity_es.actors.coordinator.decisions import cut_tasks
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import BatchId
-from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.batch import BatchState, batch_result, evolve, fold
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.untried_prompts import prompts_tried
 
@@ -22,11 +22,10 @@ KEPT = ev.AttemptKept(task=1, run_id_base=0, runs=2, attempt=1, runner="runner-0
 
 
 def submitted(batch_id: BatchId, *continues: ev.ContinuedTask) -> list[ev.Event]:
-    return batches.submit(
-        None, batch_id=batch_id, batch_type="train", repeat_times=[2, 2, 2], tasks=[{}] * 3, tasks_digest=None,
-        min_wait_num=1, max_attempts=2, runs_per_unit=None, detailed_stats=False, submission=f"s{batch_id}",
-        continues=continues,
-    )
+    return [ev.BatchSubmitted(
+        batch_id=batch_id, batch_type="train", repeat_times=[2, 2, 2], tasks=[{}] * 3, min_wait_num=1, max_attempts=2,
+        submission=f"s{batch_id}", continues=list(continues),
+    )]
 
 
 def dispatched(*tasks: int) -> ev.Event:
@@ -40,7 +39,7 @@ def ended(state: BatchState | None, *, cut: bool = True) -> BatchState:
     assert state is not None
     state = fold(batches.start_finalizing(state, cut=cut), state)
     assert state is not None
-    state = fold(batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0), state)
+    state = fold([ev.BatchFinalized(result=batch_result(state))], state)
     assert state is not None
     return state
 
@@ -92,7 +91,7 @@ def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_sta
 def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
     state = fold([*submitted(1), dispatched(0, 1, 2)])
     assert state is not None
-    state = fold([*batches.start_finalizing(state, cut=True), *batches.fail_finalizing(state, "no operator")], state)
+    state = fold([*batches.start_finalizing(state, cut=True), ev.FinalizeFailed(error="no operator")], state)
     assert state is not None
     state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
     assert state is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.bdd import Given, given
-from tests.helpers.decided import SUBMIT, dispatched, finished, outcome, submitted, unit
+from tests.helpers.decided import dispatched, finished, outcome, submitted, unit
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
 from trinity_es.events import vocabulary as ev
@@ -25,28 +25,28 @@ def batch_of(*events: ev.Event) -> BatchState:
 
 class TestSubmit:
     def test_a_new_batch_is_recorded(self) -> None:
-        given().when(batches.submit, **SUBMIT).then(submitted())
+        given().when(batches.submit, submitted()).then(submitted())
 
     def test_the_same_request_again_changes_nothing(self) -> None:
-        given(submitted()).when(batches.submit, **SUBMIT).then()
+        given(submitted()).when(batches.submit, submitted()).then()
 
     def test_p25_an_active_id_is_refused(self) -> None:
-        given(submitted()).when(batches.submit, **SUBMIT | {"submission": "other"}).then_raises(
+        given(submitted()).when(batches.submit, submitted(submission="other")).then_raises(
             BatchAlreadyActive, "already active"
         )
 
     def test_p25_a_finalized_id_may_be_used_again(self) -> None:
         ended = ev.BatchFinalized(result={})
         given(submitted(0), ev.BatchFinalizing(), ended).when(
-            batches.submit, **SUBMIT | {"submission": "s2"}
+            batches.submit, submitted(submission="s2")
         ).then_types(ev.BatchSubmitted)
 
     def test_p25_an_empty_batch_stays_pending(self) -> None:
-        case = given().when(batches.submit, **SUBMIT | {"repeat_times": [], "tasks": []})
+        case = given().when(batches.submit, submitted(0))
         assert case.state.state is BatchLifecycleState.PENDING
 
     def test_a_task_without_runs_is_refused(self) -> None:
-        given().when(batches.submit, **SUBMIT | {"repeat_times": [1, 0]}).then_raises(DataError, "task 1")
+        given().when(batches.submit, submitted(repeat_times=[1, 0])).then_raises(DataError, "task 1")
 
 
 class TestDispatch:
@@ -274,10 +274,8 @@ class TestOutcome:
         case.when(batches.apply_outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
         case.when(batches.start_finalizing)
         assert "infra: engine died" in (case.state.statuses[1].message or "")
-        [event] = batches.end_finalizing(case.state, metrics={}, experiences=[], selected=1, dropped=0)
-        assert isinstance(event, ev.BatchFinalized)
-        assert event.result["metrics"]["rollout/reward/mean"] == 1.0
-        assert event.result["metrics"]["rollout/failed_task_count"] == 1.0
+        metrics = batch_result(case.state)["metrics"]
+        assert (metrics["rollout/reward/mean"], metrics["rollout/failed_task_count"]) == (1.0, 1.0)
 
 
 class TestRunnerLost:
@@ -332,8 +330,8 @@ class TestEnd:
         assert (case.state.flights, case.state.pending) == ({}, {})
 
     def test_p26_after_a_failed_pipeline_the_batch_runs_again_with_all_it_has(self) -> None:
-        case = given(submitted(1), dispatched(unit()), finished(0), ev.BatchFinalizing())
-        case.when(batches.fail_finalizing, "boom").then(ev.FinalizeFailed(error="boom"))
+        failed = ev.FinalizeFailed(error="boom")
+        case = given(submitted(1), dispatched(unit()), finished(0), ev.BatchFinalizing(), failed)
         assert case.state.state is BatchLifecycleState.RUNNING
         assert case.state.is_complete
 

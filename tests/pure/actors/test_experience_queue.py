@@ -119,7 +119,7 @@ def test_p29_a_priority_function_of_a_users_own() -> None:
 @pytest.mark.parametrize(("name", "args", "says"), [
     ("lifo", {}, "no priority_fn 'lifo'; known: .*fifo, linear_decay"),
     ("fifo", {"decay": 1}, "fifo can't be built with"),
-    (NOT_CALLABLE, {}, "can't be called"),
+    (NOT_CALLABLE, {}, "has no method __call__"),
 ])
 def test_p29_a_priority_function_that_can_not_work_is_refused(name: str, args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

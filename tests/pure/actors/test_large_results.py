@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_log import LiveLog
-from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
@@ -37,10 +36,9 @@ class Place(LiveLog):
 
     def submit(self, runs: int) -> UnitAssignment:
         """Have a batch of one task, all of whose runs a runner has."""
-        self.live.record_batch(1, batches.submit(
-            None, batch_id=1, batch_type="eval", repeat_times=[runs], tasks=[{}], tasks_digest=None,
-            min_wait_num=None, max_attempts=2, runs_per_unit=None, detailed_stats=False, submission="s",
-        ))
+        self.live.record_batch(1, [ev.BatchSubmitted(
+            batch_id=1, batch_type="eval", repeat_times=[runs], tasks=[{}], max_attempts=2, submission="s",
+        )])
         unit = ev.Unit(task=0, run_id_base=0, runs=runs, attempt=1)
         self.live.record_batch(1, [
             ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0),

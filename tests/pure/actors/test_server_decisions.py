@@ -134,7 +134,7 @@ def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, wai
     runner, now = RunnerRecord(life, loading=loading), [0.0]
     live: Any = SimpleNamespace(lives={("runner-0", 1): life}, batches={})
     registry: Any = SimpleNamespace(
-        live=live, runners={"runner-0": runner}, sender=SimpleNamespace(now=lambda: now[0])
+        live=live, runners={"runner-0": runner}, actor=SimpleNamespace(now=lambda: now[0])
     )
     fleet = ServerFleet(settings_of(urls=[A]), registry, None, proxied=False)
     fleet._is_drained(life, 0)
