@@ -9,17 +9,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 
 __all__ = [
-    "add_import_folders", "build", "did_you_mean", "find", "load", "missing_attribute", "name_suggestion", "registered",
-    "resolve",
+    "add_import_folders", "build", "did_you_mean", "find", "label_of", "load", "missing_attribute", "name_suggestion",
+    "registered", "resolve",
 ]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
@@ -126,6 +127,13 @@ def build(
         if not callable(getattr(built, method, None)):
             raise ConfigError(f"{kind} {name} has no method {method}: give {shape}", **{kind: name})
     return built
+
+
+def label_of(name: str, taken: Collection[str]) -> str:
+    """Return the last part of a plugin's name; `<part>_2`, `<part>_3` and so on if that is among the `taken` labels."""
+    label = name.rpartition(":")[2]
+    labels = (label if number == 1 else f"{label}_{number}" for number in count(1))
+    return next(free for free in labels if free not in taken)
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:

@@ -17,14 +17,13 @@ import hashlib
 import io
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.plugin_lookup import build
+from trinity_es.actors.plugin_lookup import build, label_of
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
@@ -116,13 +115,9 @@ def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[st
     """Build the outputs of a config, and return them by their names in the log. A second output of the same name is
     `<name>_2`. Raises ConfigError for an unknown name, for wrong arguments, and for a class without `write`."""
     outputs: dict[str, Output] = {}
-    seen: Counter[str] = Counter()
     for entry in entries:
         name, args = entry["name"], dict(entry.get("args") or {})
-        label = name.rpartition(":")[2]
-        seen[label] += 1
-        if seen[label] > 1:
-            label = f"{label}_{seen[label]}"
+        label = label_of(name, outputs)
         if name in OUTPUTS:
             args["path"] = str(Path(run_dir) / args.get("path", f"outputs/{label}"))
         outputs[label] = build("output", name, args, OUTPUTS, "a class with write(key, experiences)", ["write"])

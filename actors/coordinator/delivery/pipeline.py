@@ -24,7 +24,7 @@ import numpy as np
 
 from trinity_es.actors.coordinator.delivery.group_metrics import GroupMetrics
 from trinity_es.actors.coordinator.delivery.operators import OPERATORS, Operated, Operator
-from trinity_es.actors.plugin_lookup import build
+from trinity_es.actors.plugin_lookup import build, label_of
 from trinity_es.events.errors import ConfigError, DataError, NotFinite, PipelineError
 from trinity_es.events.experience import Experience
 
@@ -96,14 +96,10 @@ class Pipeline:
         operator.
         """
         self._operators: list[tuple[str, Operator]] = []
-        seen: Counter[str] = Counter()
         for entry in operators:
             name, operator = _build_operator(entry)
-            label = name.rpartition(":")[2]  # a ":" in a metric's name would select its aggregation
-            seen[label] += 1
-            if seen[label] > 1:
-                label = f"{label}_{seen[label]}"
-            self._operators.append((label, operator))
+            # Without a ":", which would select an aggregation in a metric's name.
+            self._operators.append((label_of(name, [label for label, _ in self._operators]), operator))
         self._models = models
         self._passed_models: dict[str, Mapping[str, list[Any]]] = {}
         self._prepared: set[str] = set()

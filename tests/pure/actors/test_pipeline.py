@@ -19,6 +19,7 @@ from trinity_es.actors.coordinator.delivery.operators import (
     RewardFilter,
 )
 from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult, StalenessLimit
+from trinity_es.actors.plugin_lookup import label_of
 from trinity_es.events.errors import ConfigError, EngineError, PipelineError
 from trinity_es.events.experience import EID, Experience
 
@@ -172,6 +173,14 @@ def test_p29_two_operators_of_one_name_are_told_apart() -> None:
     assert metrics["experience_pipeline/filtered_count"] == 1.0
     assert metrics["experience_pipeline/reward_filter_2/filtered_count"] == 1.0
     assert {"experience_pipeline/reward_filter/time", "experience_pipeline/reward_filter_2/time"} <= metrics.keys()
+
+
+def test_a_label_is_taken_once_also_by_a_class_that_is_named_like_a_second_one() -> None:
+    names = ["jsonl", "mod:jsonl_2", "jsonl", "jsonl", "mod:jsonl_2"]
+    taken: list[str] = []
+    for name in names:
+        taken.append(label_of(name, taken))
+    assert taken == ["jsonl", "jsonl_2", "jsonl_3", "jsonl_4", "jsonl_2_2"]
 
 
 def test_p29_replaced_experiences_are_counted_by_who_they_are() -> None:
