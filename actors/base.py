@@ -113,7 +113,6 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         self._timer_calls.pop(name, None)
 
     def has_timer(self, name: str) -> bool:
-        """Return True if a timer of this name is armed."""
         return name in self._timers
 
     # --- Thespian's side ------------------------------------------------------------------------------------------
@@ -128,7 +127,6 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         return None if self._pair is None else ThespianWatch([self._pair[0].fileno()])
 
     def _handle(self, message: Any, sender: Any) -> None:
-        """Run a timer's call, `on_exit` or `on_child_exit`, or the message's handler if it is accepted."""
         if isinstance(message, WatchMessage):
             return  # a call was posted, which _run_posted_calls runs
         if isinstance(message, WakeupMessage):
@@ -165,7 +163,6 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
                 self._handle_exception(e)
 
     def _handle_exception(self, error: BaseException) -> None:
-        """Log an exception and call `on_crash`."""
         self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
         try:
             self.on_crash(error)

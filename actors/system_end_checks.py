@@ -68,7 +68,6 @@ class StoreWatch:
         threading.Thread(target=self._run, name="store-watch", daemon=True).start()
 
     def _run(self) -> None:
-        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row found no store."""
         miss_count = 0
         while not self._is_stopped.wait(LOOK_SECONDS):
             reason = store_loss_reason(self._url)

@@ -33,7 +33,6 @@ a command that waits go on waiting; other commands that write fail at once with 
 
 
 def markdown() -> str:
-    """Return the text of docs/COMMANDS.md."""
     lines = [_HEAD]
     value_lines: list[str] = []
     for module in (batches, trainer, serve, servers_and_hosts):
@@ -60,13 +59,11 @@ def _titles(source: str) -> dict[int, str]:
 
 
 def _section(title: str, node: ast.ClassDef) -> list[str]:
-    """Return the lines about a class: title, documentation, and a table of its fields."""
     table = fields_table(documented_fields(node))
     return ["", f"### {title}", "", (ast.get_docstring(node) or "").strip(), *(["", *table] if table else [])]
 
 
 def _command_section(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[str]:
-    """Return the lines about a command: `_section` of its class, whether it writes and waits, and its answer."""
     [base] = node.bases
     assert isinstance(base, ast.Subscript)
     answer = ast.unparse(base.slice)

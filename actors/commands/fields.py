@@ -94,7 +94,6 @@ def _check_batch_id(value: Any) -> Any:
 
 
 def _check_parcel(value: Any) -> Parcel:
-    """Return the parcel if it has either bytes or a digest. Raises ValueError otherwise."""
     is_valid = False
     if isinstance(value, Parcel) and value.digest is None:
         is_valid = isinstance(value.inline, bytes)

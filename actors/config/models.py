@@ -19,7 +19,6 @@ __all__ = ["AuxiliaryModelConfig", "LoRAConfig", "ModelConfig", "RolloutModelCon
 
 
 def _check_engine_type(value: str) -> str:
-    """Return the name of a registered engine or a "module:Class". Raises ValueError for any other text."""
     engines = registered("engine")
     if value not in engines and not re.fullmatch(r"[\w.]+:[\w.]+", value):
         raise ValueError(f'must be one of {", ".join(sorted(engines))}, "module:Class", not {value!r}')

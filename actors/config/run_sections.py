@@ -33,7 +33,6 @@ __all__ = [
 
 
 def _check_concurrency(value: Any) -> Any:
-    """Return "auto" or a whole number of 1 or more. Raises PydanticKnownError."""
     if value != "auto" and type(value) is not int:
         raise PydanticKnownError("int_type")  # this type makes the caller convert a variable's text to a number
     if value != "auto" and value < 1:
@@ -42,7 +41,6 @@ def _check_concurrency(value: Any) -> Any:
 
 
 def _check_store_url(value: str) -> str:
-    """Return the URL of a SQLite file or a PostgreSQL database, or "". Raises ValueError for any other text."""
     if not value:
         return value
     try:
@@ -247,7 +245,6 @@ class TrainerConfig(Section):
 
 
 def _check_payloads_url(url: str) -> str:
-    """Return a location for payloads in the spelling of `require_place_url`, or "". Raises ValueError."""
     try:
         return url and require_place_url(url)
     except ConfigError as e:

@@ -48,7 +48,6 @@ def _integer(low: int, high: int) -> Callable[[Any], bool]:
 
 
 def _is_schema(value: Any) -> bool:
-    """Return True if a value is an empty text, or the text of a JSON object."""
     try:
         return isinstance(value, str) and (not value or isinstance(orjson.loads(value), dict))
     except orjson.JSONDecodeError:

@@ -59,7 +59,6 @@ def exceeded_limit(value: Any) -> str | None:
 
 
 def _parsed(text: str) -> Any:
-    """Return the parsed JSON of a text; None if the text is not JSON."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -260,7 +260,6 @@ class _LocalProblem(Exception):
 
 @contextmanager
 def _as_local_problem() -> Iterator[None]:
-    """Turn an OSError into a _LocalProblem."""
     try:
         yield
     except OSError as e:
@@ -293,7 +292,6 @@ def _parse_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
 
 
 def _listing_or_empty(folder: Path | None) -> list[FileFacts]:
-    """Return the files of a folder; [] without a folder, or if it can't be read."""
     try:
         return [] if folder is None else list_files(folder)
     except OSError:

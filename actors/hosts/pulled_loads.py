@@ -204,7 +204,6 @@ class PulledLoads:
         )
 
     def _delete_unused_folders(self) -> None:
-        """Delete the pulled folders that no runner serves or has to load."""
         runners = self._runners.values()
         versions = {self._newest_version} | {r.served_version for r in runners}
         versions |= {r.weights_order.version for r in runners if r.weights_order}

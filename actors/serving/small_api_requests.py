@@ -143,7 +143,6 @@ def _message(source: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed if they are JSON."""
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(orjson.JSONDecodeError):  # a model may write other text, which stays as it is

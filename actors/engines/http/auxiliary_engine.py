@@ -108,7 +108,6 @@ class RemoteEngine:
         http = self._http
 
         async def ask(engine: Backend) -> dict[str, Any]:
-            """Return this engine's answer, and note the load and model version in it."""
             self.pool.remember(_keys(task), engine)
             url = f"{engine.endpoint}/engine/{route}"
             answer = await http.post(url, content=data, extensions=size_limit(max_bytes))

@@ -78,7 +78,6 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
             self._body, self._max_bytes, self._server = body, max_bytes, server
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            """Yield the body's parts. Raises EngineError once they exceed the limit together."""
             size = 0
             async for part in self._body:
                 size += len(part)
@@ -94,7 +93,6 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
 
     class LimitedTransport(httpx.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            """Send a request. Raises EngineError for a compressed answer, as does reading a body that is too large."""
             answer = await transport.handle_async_request(request)
             server = f"{request.url.scheme}://{request.url.netloc.decode()}{request.url.path}"
             encoding = answer.headers.get("content-encoding", "identity")
@@ -157,7 +155,6 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
     proxies = getproxies() if trust_env else {}
 
     def proxy_for(url: httpx.URL) -> str | None:
-        """Return the URL of the environment's proxy for a request to `url`; None if it needs none."""
         proxy = proxies.get(url.scheme) or proxies.get("all")
         if not proxy or is_loopback(url.host) or proxy_bypass(url.host):
             return None

@@ -157,7 +157,6 @@ class VLLMServer:
 
     @contextlib.contextmanager
     def _count_open(self) -> Iterator[None]:
-        """Count a request for tokens as open within this context."""
         request = object()
         self._start_times[request] = time.monotonic()
         try:

@@ -80,7 +80,6 @@ class AdapterServing:
 
     @property
     def adapters(self) -> dict[str, int]:
-        """Version of each adapter that new requests get, by the adapter's name."""
         return {name: served.version for name, served in self._current.items()}
 
     @contextlib.contextmanager
@@ -149,13 +148,11 @@ class AdapterServing:
             await self._remove_unused()
 
     def _retire(self, name: str) -> None:
-        """Move an adapter's current version, if it has one, to the replaced ones."""
         served = self._current.pop(name, None)
         if served is not None:
             self._replaced.append(served)
 
     async def _remove_unused(self) -> None:
-        """Remove from vLLM the replaced versions that no open request uses."""
         for served in list(self._replaced):
             if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
                 self._replaced.remove(served)

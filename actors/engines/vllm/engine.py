@@ -299,7 +299,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     @property
     def dead(self) -> str | None:
-        """Why this engine will never answer again; None while it serves."""
         if self._dead is None and self._llm is not None and self._llm.errored:
             self._dead = self._death_reason("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
@@ -380,7 +379,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return last
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
-        """Return the new tokens of each answer to an open request, as `KeepsProgress` says."""
         adapter = self._request_adapters.get(request)
         return {} if self._llm is None else partial_answers(self._llm, request, start, adapter)
 

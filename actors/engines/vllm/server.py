@@ -76,7 +76,6 @@ def _with_token_names(application: Any) -> Any:
     """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request by `application`, and add token names to the body if the route is `_GENERATE`."""
         if scope.get("path") != _GENERATE:
             await application(scope, receive, send)
             return
@@ -254,7 +253,6 @@ class _RecordingClient:
         tokenizer = self._llm.get_tokenizer()
 
         async def ask(ids: list[int], sampling: Sampling, request: str) -> list[Completion]:
-            """Have the engine generate answers that the journal lacks, after the prompt `ids`."""
             own_params = with_changes(params, {
                 "n": sampling.n, "seed": sampling.seed, "max_tokens": sampling.max_tokens,
                 "min_tokens": sampling.min_tokens, "output_kind": output_kind("FINAL_ONLY"),

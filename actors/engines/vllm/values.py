@@ -132,7 +132,6 @@ def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Co
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def logprobs(answer: Completion) -> list[dict[int, Any]] | None:
-        """Return the sampled tokens' logprobs in vLLM's form: a dict by token id for each position."""
         if tokenizer is None or answer.logprobs is None:
             return None
         rows = zip(answer.token_ids, answer.logprobs, strict=True)
