@@ -37,7 +37,8 @@ def markdown() -> str:
     value_lines: list[str] = []
     for module in (batches, trainer, serve, servers_and_hosts):
         source = inspect.getsource(module)
-        titles = _titles(source)
+        matches = ((number, re.match(r"# --- (.+?) -+$", line)) for number, line in enumerate(source.splitlines(), 1))
+        titles = {number: match[1][0].upper() + match[1][1:] for number, match in matches if match}
         for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
             for line_number in [number for number in titles if number < node.lineno]:
                 lines += ["", f"## {titles.pop(line_number)}"]
@@ -50,12 +51,6 @@ def markdown() -> str:
     lines += ["", "## Types of fields", "", "| type | |", "|---|---|"]
     lines += [f"| `{name}` | {doc} |" for name, doc in _field_types()]
     return "\n".join(lines) + "\n"
-
-
-def _titles(source: str) -> dict[int, str]:
-    """Return the titles of a module's parts (`# --- a title ---`) by line number."""
-    matches = [(n, re.match(r"# --- (.+?) -+$", line)) for n, line in enumerate(source.splitlines(), 1)]
-    return {n: match[1][0].upper() + match[1][1:] for n, match in matches if match}
 
 
 def _section(title: str, node: ast.ClassDef) -> list[str]:

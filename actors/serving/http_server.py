@@ -67,10 +67,10 @@ class Gone(ApiError):
     """The client has disconnected before it got the answer."""
 
 
-async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError with status 413 if the body is larger than `limit` bytes (without reading it if Content-Length says
+    Raises ApiError with status 413 if the body is larger than `BODY_LIMIT` (without reading it if Content-Length says
     so), with status 408 if it does not arrive within `BODY_SECONDS`; Gone if the client disconnected.
     """
     from starlette.requests import ClientDisconnect
@@ -78,13 +78,13 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
-    if size <= limit:
+    if size <= BODY_LIMIT:
         size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     size += len(part)
-                    if size > limit:
+                    if size > BODY_LIMIT:
                         parts.clear()
                         break
                     parts.append(part)
@@ -92,9 +92,9 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
             raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s", status=408, code="body_too_slow") from e
         except ClientDisconnect as e:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
-    if size > limit:
-        known_size = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
-        raise ApiError(f"the body has {known_size}: the limit is {limit:,}", status=413, code="body_too_large")
+    if size > BODY_LIMIT:
+        known_size = f"{size:,} bytes" if declared else f"more than {BODY_LIMIT:,} bytes"
+        raise ApiError(f"the body has {known_size}: the limit is {BODY_LIMIT:,}", status=413, code="body_too_large")
     return b"".join(parts)
 
 

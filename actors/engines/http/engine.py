@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary_size
 from trinity_es.actors.engines.http import vllm_requests
 from trinity_es.actors.engines.http.server_load import LoadReport
-from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, is_refused
+from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, TOKEN_ROUTES, ServerGone, VLLMServer, is_refused
 from trinity_es.actors.engines.http.vllm_requests import Answer, TextCutter
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Sampling, Tokenizer
@@ -214,7 +214,8 @@ class HTTPEngine(ServerWeights):
     async def _update_waits(self) -> None:
         """Update `waits_for` and `runs_wait`. The pause of this engine's own change of weights does not count."""
         url, may_pause = self.server.url, self._server_facts().loads_weights and not self._is_changing
-        is_paused = may_pause and await self.server.rejects() and not self._is_changing  # a change may have begun since
+        # `_is_changing` again, since a change may have begun meanwhile
+        is_paused = may_pause and await self.server.reports_pause() and not self._is_changing
         end_of_pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
         self.runs_wait = f"its requests wait for {end_of_pause}" if is_paused else ""
         if not self._is_restarting:
@@ -269,7 +270,7 @@ class HTTPEngine(ServerWeights):
             if isinstance(e, ServerGone) and status is None:  # `_watch` decides about a silent server
                 return False
             works = self._last_answer_at > begun_at - sum(BUSY_SECONDS) or self.server.has_request_since(begun_at)
-            if status in BUSY and (works or await self.server.rejects()):
+            if status in BUSY and (works or await self.server.reports_pause()):
                 return False
             self._die(f"it fails a request that it answered at first: {e}")
         return True
@@ -368,7 +369,7 @@ class HTTPEngine(ServerWeights):
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
         spans = facts.labels_tokens
         body = vllm_requests.request_body(ids, sampling, spans=spans, model=facts.model, room=room, **more)
-        return vllm_requests.request_path(spans), body, vllm_requests.max_answer_bytes(body, self._vocabulary)
+        return TOKEN_ROUTES[0 if spans else 1], body, vllm_requests.max_answer_bytes(body, self._vocabulary)
 
     def _parse(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return vllm_requests.parse_answers(

@@ -14,14 +14,13 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.http.client import largest_answer
-from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.sampling_checks import SHARED, logprob_at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = [
     "UNREADABLE", "VERSION_HINT", "Answer", "TextCutter", "is_plain", "max_answer_bytes", "parse_answers",
-    "prompt_logprobs", "request_body", "request_path",
+    "prompt_logprobs", "request_body",
 ]
 
 _FLOOR = -9999.0
@@ -54,11 +53,6 @@ class Answer:
         )
 
 
-def request_path(spans: bool) -> str:
-    """Return the path for requests. `spans`: the server has the route that takes token ids and labels tokens."""
-    return ASKED[0 if spans else 1]
-
-
 def is_plain(s: Sampling) -> bool:
     """Return True if this sampling draws tokens from the model's unchanged distribution, or greedily."""
     return (
@@ -72,7 +66,7 @@ def request_body(
     ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of a request to `request_path(spans)`.
+    """Return the JSON of a request. `spans`: it goes to the route that takes token ids and labels tokens.
 
     `room`: number of tokens left in the context; `prompt_logprobs`: vLLM's field of this name.
     """

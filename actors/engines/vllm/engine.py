@@ -371,11 +371,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self, ids: list[int], params: Any, adapter: str = "", request: str = ""
     ) -> tuple[Any, tuple[str, int] | None]:
         """Return a request's finished output, and its adapter's name and version. Raises like `generate`."""
-        last = None
         async with contextlib.aclosing(self.outputs(ids, params, adapter, request)) as outputs:
-            async for output in outputs:
-                last = output
-        assert last is not None
+            *_, last = [output async for output in outputs]
         return last
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:

@@ -81,8 +81,7 @@ def _with_token_names(application: Any) -> Any:
             return
 
         async def send_named(message: Any) -> None:
-            """Send an ASGI message with token names added; drop the content-length header, which would be too small."""
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start":  # its content-length would be too small
                 headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
                 await send({**message, "headers": headers})
             else:
@@ -234,7 +233,8 @@ class _RecordingClient:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
             if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
-                call = record.begin_journaled_call(ids, sampling, further, forbids=_stateful_option(params))
+                stateful = next((name for name in _STATEFUL if getattr(params, name, None)), "")
+                call = record.begin_journaled_call(ids, sampling, further, forbids=stateful)
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
             return self._answer_from_journal(
                 record, generation, call, prompt, sampling_params, params, request_id, more
@@ -343,11 +343,6 @@ _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "i
 _STATEFUL = ("bad_words", "thinking_token_budget", "extra_args", "repetition_detection", "structured_outputs",
              "include_stop_str_in_output", "prompt_logprobs")
 """Options with which vLLM would treat the kept part of an answer differently if it was part of the prompt."""
-
-
-def _stateful_option(params: Any) -> str:
-    """Return the name of the first option of `_STATEFUL` that is set; empty if none is."""
-    return next((name for name in _STATEFUL if getattr(params, name, None)), "")
 
 
 def _is_answerable(raw_params: Any) -> bool:

@@ -305,7 +305,7 @@ async def test_the_key_comes_by_the_environment_and_is_in_no_message(
         monkeypatch.setenv("THEIR_KEY", "open-sesame")
         async with met(server, tiny, key_variable="THEIR_KEY") as engine:
             assert await engine.generate("a", EIGHT)
-            assert engine.server.scrubbed("Bearer open-sesame") == "Bearer ***"
+            assert engine.server._without_key("Bearer open-sesame") == "Bearer ***"
 
 
 async def test_logprobs_before_temperature_are_refused_where_it_matters(tiny: Path, tmp_path: Path) -> None:
