@@ -210,15 +210,13 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
     def _processIntentTimeouts(self) -> None:
         """Call Thespian's method, which visits all messages under way, only if one of them is due."""
         now = currentTime()
-        if any(map(partial(self._is_due, now), (*self._transmitIntents.values(), *self._waitingTransmits))):
+        if any(
+            "_pauseUntil" in intent.__dict__ or "_retryTime" in intent.__dict__  # it waits to be tried again
+            or intent._quitTime._time_to_quit <= now  # it has expired
+            or opsKey(intent.targetAddr) in self._openSockets  # it may use a connection that is free now
+            for intent in (*self._transmitIntents.values(), *self._waitingTransmits)
+        ):
             super()._processIntentTimeouts()
-
-    def _is_due(self, now: float, intent: Any) -> bool:
-        """Return True if a message waits to be tried again, has expired, or may use a connection that is free now."""
-        return (
-            "_pauseUntil" in intent.__dict__ or "_retryTime" in intent.__dict__
-            or intent._quitTime._time_to_quit <= now or opsKey(intent.targetAddr) in self._openSockets
-        )
 
     def _next_XMIT_3(self, intent: Any) -> bool:
         """Extend Thespian's method: receive the answer into a `Frame`, which checks the seal."""

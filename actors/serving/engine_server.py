@@ -105,14 +105,14 @@ class EngineServer:
     """
 
     def __init__(
-        self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1", port: int = 0,
+        self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1",
         defaults: Mapping[str, Any] | None = None, on_dead: Callable[[str], None] | None = None, exact: bool = False,
     ) -> None:
         self.id_routes = token_id_routes(engine) if exact else {}
         self.load = 0
         """Number of open requests."""
         self.engine, self.name, self.token = engine, name, token
-        self.address, self.port, self.on_dead = address, port, on_dead
+        self.address, self.on_dead = address, on_dead
         self.url = ""
         """URL such as `http://127.0.0.1:41234`; empty before the start."""
         self.no_session = _Session(Model(engine, defaults=defaults), keeps_answers=False)
@@ -127,7 +127,7 @@ class EngineServer:
     async def start(self) -> str:
         """Start serving and return the URL. Raises StartupError."""
         server = await asyncio.to_thread(make_server, self.answer)  # its imports take most of a second
-        listening = listen(self.address, self.port)
+        listening = listen(self.address, 0)
         self._server, self._serving = server, await start_serving(server, listening)
         self.url = url_of(listening)
         return self.url

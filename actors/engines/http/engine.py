@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary_size
 from trinity_es.actors.engines.http import vllm_requests
-from trinity_es.actors.engines.http.server_load import LoadReport
+from trinity_es.actors.engines.http.server_load import report_load
 from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, TOKEN_ROUTES, ServerGone, VLLMServer, is_refused
 from trinity_es.actors.engines.http.vllm_requests import Answer, TextCutter
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
@@ -188,7 +188,7 @@ class HTTPEngine(ServerWeights):
     # --- supervision ------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
         """Check the server every WATCH_SECONDS. End the engine if the server ended or its identity changed."""
-        heard_at, refusals, load = time.monotonic(), 0, LoadReport(self.server, self.on_load)
+        heard_at, refusals, report = time.monotonic(), 0, self.on_load
         while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
@@ -197,7 +197,8 @@ class HTTPEngine(ServerWeights):
                     problem = EngineError(defect, dead=True)
                 await self._check_identity()  # does nothing while the weights change
                 await self._update_waits()
-                await load.poll()
+                if report is not None and not await report_load(self.server, report):
+                    report = None
             except Exception as e:
                 problem = problem or e
             if problem is None or self._is_restarting:  # `_restart` watches a restart

@@ -11,7 +11,7 @@ from trinity_es.actors.engines.http.vllm_api import VLLMServer
 from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LoadReport", "parse_load"]
+__all__ = ["parse_load", "report_load"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,24 +50,17 @@ def parse_load(text: str) -> EngineLoad | None:
     )
 
 
-class LoadReport:
-    """Reader of the load of one server, which passes it to `report`. If `report` is None, it asks nothing."""
-
-    def __init__(self, server: VLLMServer, report: Callable[[EngineLoad], None] | None) -> None:
-        self._server, self._report = server, report
-
-    async def poll(self) -> None:
-        """Read and report the load once. If the gauges are missing, log that and stop; ignore a missing answer."""
-        if self._report is None:
-            return
-        try:
-            text = await self._server.metrics(LOAD_SECONDS)
-        except EngineError:
-            return
-        load = parse_load(text)
-        if load is None:
-            _log.warning("%s/metrics lacks the gauges of its load, so max_concurrency: auto keeps its number of places",
-                         self._server.url)
-            self._report = None
-        elif load.running:  # otherwise it is idle, or paused
-            self._report(load)
+async def report_load(server: VLLMServer, report: Callable[[EngineLoad], None]) -> bool:
+    """Read a server's load and report it, if it answers. Return False, and log a warning, if the gauges are missing."""
+    try:
+        text = await server.metrics(LOAD_SECONDS)
+    except EngineError:
+        return True
+    load = parse_load(text)
+    if load is None:
+        _log.warning("%s/metrics lacks the gauges of its load, so max_concurrency: auto keeps its number of places",
+                     server.url)
+        return False
+    if load.running:  # otherwise it is idle, or paused
+        report(load)
+    return True

@@ -189,10 +189,6 @@ def _logprob(value: Any, above: float = -math.inf) -> float:
     return logprob
 
 
-def _sampled_logprob(value: Any) -> float:
-    return _logprob(value, above=_FLOOR)
-
-
 Rows = list[tuple[float, list[tuple[int, float]]]]
 """For each token its own logprob, and the likeliest tokens with their logprobs."""
 
@@ -206,7 +202,7 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
         if int(row["token_id"]) != token:
             raise ValueError(f"the answer has a logprob of token {row['token_id']} for the token {token}")
         top = {int(item["token_id"]): _logprob(item["logprob"]) for item in row.get("top_logprobs") or ()}
-        rows.append((_sampled_logprob(row["logprob"]), list(top.items())))
+        rows.append((_logprob(row["logprob"], above=_FLOOR), list(top.items())))
     return rows
 
 
@@ -220,7 +216,8 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     for token, name, logprob, top in zip(ids, *columns, strict=True):
         if _token_id(name) != token:
             raise ValueError(f"the answer has a logprob of {name} for the token {token}")
-        rows.append((_sampled_logprob(logprob), [(_token_id(n), _logprob(v)) for n, v in (top or {}).items()]))
+        likeliest = [(_token_id(n), _logprob(v)) for n, v in (top or {}).items()]
+        rows.append((_logprob(logprob, above=_FLOOR), likeliest))
     return rows
 
 

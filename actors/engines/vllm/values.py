@@ -251,11 +251,7 @@ class _LoadReporter:
                 kv_share=scheduler_stats.kv_cache_usage, most_running=self._most_running,
             ))
 
-    def log(self) -> None:
+    def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    def log_engine_initialized(self) -> None:
-        pass
-
-    def record_sleep_state(self, *_: Any, **__: Any) -> None:
-        pass
+    log_engine_initialized = record_sleep_state = log
