@@ -14,11 +14,11 @@ from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.events.errors import EngineError, TrinityError
 
 __all__ = [
-    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "checked_prompt", "excerpt",
+    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED_FIELDS", "checked_prompt", "excerpt",
     "logprob_at_temperature", "needs_whole_distribution", "with_options",
 ]
 
-SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
+SHARED_FIELDS = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
           "frequency_penalty", "repetition_penalty")
 """Fields with the same name and meaning in `Sampling`, in vLLM's SamplingParams and in its HTTP API."""
 

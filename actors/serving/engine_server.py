@@ -48,7 +48,7 @@ from trinity_es.actors.serving.http_server import (
     stop_serving,
     url_of,
 )
-from trinity_es.actors.serving.recorded_answer_frames import WANTED, Framed, find_response_id
+from trinity_es.actors.serving.recorded_answer_frames import RECORD_HEADER, Framed, find_response_id
 from trinity_es.actors.serving.request_limits import (
     CHATS,
     RESPONSES,
@@ -171,7 +171,7 @@ class EngineServer:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         match = _SESSION.fullmatch(scope["path"])
         session_id, path = match.groups() if match else (None, scope["path"])
-        exchange = _Exchange(receive, send, path, framed=_WANTED in headers)
+        exchange = _Exchange(receive, send, path, framed=_RECORD_HEADER in headers)
         self.load += 1
         try:
             if scope["path"] == "/health":
@@ -208,11 +208,13 @@ class EngineServer:
             raise no_route_error(request.method, path, _METHODS)
         session.model.engine_error = None
         raw = await read_body(request)
-        body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
+        body, default_length, engine_only, adapter = dict[str, Any](), None, dict[str, Any](), ""
+        keeps_answers = session.keeps_answers
+        records_tokens = keeps_answers or exchange.framed
         if request.method == "POST":
-            keeps_answers, defaults = session.keeps_answers, session.model.defaults
-            body, longest, unsaid = with_defaults(path, checked_body(path, raw), defaults, with_ids=keeps_answers)
-            if keeps_answers or exchange.framed:
+            body, default_length, engine_only = with_defaults(
+                path, checked_body(path, raw), session.model.defaults, with_ids=keeps_answers)
+            if records_tokens:
                 check_recorded(path, body, len(raw))
             adapter = session.model.sampling.adapter
             model_name = body.get("model")
@@ -226,11 +228,11 @@ class EngineServer:
                                f"{served}", status=404, param="model", code=404)
             raw = json_bytes(body)
         record = RequestRecord(
-            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=partial(self._fail, session),
-            keeps_answers=session.keeps_answers, wanted=session.keeps_answers or exchange.framed, chat=path in CHATS,
-            adapter=adapter,
+            model=session.model, body=body, default_length=default_length, engine_only=engine_only,
+            failed_with=partial(self._fail, session), keeps_answers=keeps_answers, records_tokens=records_tokens,
+            chat=path in CHATS, adapter=adapter,
         )
-        if session.keeps_answers:
+        if keeps_answers:
             record.number = session.model.next_number()
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
@@ -279,7 +281,7 @@ class EngineServer:
 
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
 """Headers that are not forwarded. The server makes request ids itself, so that no two answers share one."""
-_WANTED = WANTED.encode()
+_RECORD_HEADER = RECORD_HEADER.encode()
 _METHODS = {path: method for method, path in ROUTES}
 
 
@@ -413,7 +415,7 @@ class _Exchange:
         """Store and return the answer's experiences; None if the record does not want any. Raises EngineError."""
         assert self._record is not None
         self._is_stored = True
-        if not self._record.wanted:
+        if not self._record.records_tokens:
             return None
         try:
             return self._record.experiences()

@@ -28,7 +28,7 @@ def parse_load(text: str) -> EngineLoad | None:
     """Return the load of all engines of a server from its Prometheus text; None if a gauge is missing.
 
     Servers do not report how many requests they can run at most, so a server with waiting requests counts as full.
-    `again` is 0, since servers count no recomputed tokens.
+    `recomputed` is 0, since servers count no recomputed tokens.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -45,7 +45,7 @@ def parse_load(text: str) -> EngineLoad | None:
         return None
     running, waiting = (int(sum(part)) for part in values[:2])
     return EngineLoad(
-        running=running, waiting=waiting, again=0, kv_share=min(1.0, sum(values[2]) / len(values[2])),
+        running=running, waiting=waiting, recomputed=0, kv_share=min(1.0, sum(values[2]) / len(values[2])),
         most_running=max(running, 1) if waiting else sys.maxsize,
     )
 

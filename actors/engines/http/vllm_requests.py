@@ -15,7 +15,7 @@ import orjson
 
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.sampling_checks import SHARED, logprob_at_temperature
+from trinity_es.actors.engines.sampling_checks import SHARED_FIELDS, logprob_at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = [
@@ -70,7 +70,7 @@ def request_body(
 
     `room`: number of tokens left in the context; `prompt_logprobs`: vLLM's field of this name.
     """
-    params: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED_FIELDS}
     params |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
     if sampling.logprobs:
         params["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0

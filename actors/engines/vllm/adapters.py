@@ -24,7 +24,7 @@ from typing import Any
 
 from trinity_es.actors.engines.adapter_checks import checked_adapter, require_unchanged
 from trinity_es.actors.engines.interface import LoRASettings
-from trinity_es.actors.engines.vllm.weights import short
+from trinity_es.actors.engines.vllm.weights import short_error
 from trinity_es.events.errors import EngineError, SyncError
 
 __all__ = ["AdapterServing", "ServedAdapter", "lora_arguments"]
@@ -136,7 +136,9 @@ class AdapterServing:
                 self._live_llm()
                 current = self.adapters.get(name)
                 state = "no version of it is served" if current is None else f"still serving version {current}"
-                raise SyncError(f"version {version} of adapter {name!r} was not loaded: {short(e)}; {state}") from e
+                raise SyncError(
+                    f"version {version} of adapter {name!r} was not loaded: {short_error(e)}; {state}"
+                ) from e
             self._retire(name)
             self._current[name] = new
             await self._remove_unused()
@@ -162,4 +164,4 @@ class AdapterServing:
         try:
             await self._llm.remove_lora(served.request.lora_int_id)
         except Exception as e:  # it still takes a slot in vLLM, but no request uses it again
-            _log.warning("adapter %s was not removed: %s", served.request.lora_name, short(e))
+            _log.warning("adapter %s was not removed: %s", served.request.lora_name, short_error(e))

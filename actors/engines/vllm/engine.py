@@ -68,7 +68,7 @@ from trinity_es.actors.engines.vllm.values import (
     text_of,
     whole_answer_params,
 )
-from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, check_extension, short
+from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, check_extension, short_error
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
 
@@ -165,7 +165,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             output = printed.text()
             if output:
                 _log.error("output while the engine for %s started:\n%s", self.config.model_path, output)
-            reason = (blames_other_process(e) and last_error_in(output)) or short(e)
+            reason = (blames_other_process(e) and last_error_in(output)) or short_error(e)
             raise EngineError(f"the engine for {self.config.model_path} did not start: {reason}") from e
 
     def _build(self) -> Any:
@@ -438,8 +438,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if self._dead is not None:
             return EngineError(f"the engine is dead: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
-            self._dead = self._death_reason(short(e))
+            self._dead = self._death_reason(short_error(e))
             return EngineError(f"the engine died: {self._dead}", dead=True)
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
-            return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
-        return EngineError(f"vLLM failed: {short(e)}")
+            return EngineError(f"vLLM refused the request: {short_error(e)}", refused=True)
+        return EngineError(f"vLLM failed: {short_error(e)}")

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import CallJournal, Completion, Generation, Recording, Sampling
-from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, SHARED
+from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, SHARED_FIELDS
 from trinity_es.actors.engines.vllm.values import (
     add_texts,
     completion_of,
@@ -211,17 +211,17 @@ class _RecordingClient:
                 lambda: text or engine.tokenizer.decode(rendered_ids, skip_special_tokens=False), rendered_ids
             )
             prompt = {**prompt, "prompt_token_ids": ids}
-        changes: dict[str, Any] = missing_fields(record.unsaid, sampling_params)
+        changes: dict[str, Any] = missing_fields(record.engine_only, sampling_params)
         max_tokens, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
         if room < 1:  # vLLM checked its own rendering of the prompt, which may have fewer tokens
             raise ValueError(f"This model's maximum context length is {self._engine.max_model_len} tokens. However, "
                              f"your prompt contains {len(ids)} input tokens: please reduce its length.")
-        if record.longest is not None:
-            max_tokens = changes["max_tokens"] = min(record.longest, room)
-        if "min_tokens" in record.unsaid and max_tokens is not None:
+        if record.default_length is not None:
+            max_tokens = changes["max_tokens"] = min(record.default_length, room)
+        if "min_tokens" in record.engine_only and max_tokens is not None:
             changes["min_tokens"] = min(changes["min_tokens"], max_tokens)
         generation = None
-        if record.wanted:
+        if record.records_tokens:
             logprobs = sampling_params.logprobs
             if not getattr(sampling_params, "logprob_token_ids", None):  # if set, vLLM adds the sampled token's itself
                 changes["logprobs"] = max(logprobs or 0, 0) if logprobs != -1 else -1
@@ -229,7 +229,7 @@ class _RecordingClient:
                 changes |= whole_answer_fields(sampling_params.stop, 0)
         params = with_changes(sampling_params, changes)
         call = None
-        if record.wanted:
+        if record.records_tokens:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
             if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
@@ -372,6 +372,7 @@ def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
             except NotPlain:
                 further[name] = str(value)
     return Sampling(
-        **{name: getattr(params, name) for name in SHARED}, top_k=params.top_k or -1, max_tokens=params.max_tokens or 1,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema, adapter=adapter,
+        **{name: getattr(params, name) for name in SHARED_FIELDS}, top_k=params.top_k or -1,
+        max_tokens=params.max_tokens or 1, stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema,
+        adapter=adapter,
     ), further
