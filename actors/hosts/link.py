@@ -68,7 +68,6 @@ class _Pipe:
         self._silence_limit = min(timeout, max(share * timeout, least_seconds))
         self._queue: deque[bytes] = deque()
         self._has_messages = asyncio.Event()
-        self._is_overfull = asyncio.Event()
         self.heard_at = time.monotonic()
         """Time of the last message received, in monotonic seconds."""
 
@@ -76,13 +75,10 @@ class _Pipe:
         """Queue a message. `name` is its receiver in the head's messages, its sender in a host's. Not thread-safe."""
         self._queue.append(pickle.dumps((name, message), protocol=5))
         self._has_messages.set()
-        if len(self._queue) > MAX_WAITING:
-            self._is_overfull.set()
 
     async def run(self) -> str:
         """Send and receive until the connection ends, and return the reason."""
-        parts = self._send, self._receive, self._wait_for_silence, self._wait_for_overflow
-        tasks = [asyncio.ensure_future(part()) for part in parts]
+        tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -134,12 +130,11 @@ class _Pipe:
             if items:
                 self._take(items)
 
-    async def _wait_for_overflow(self) -> str:
-        await self._is_overfull.wait()
-        return f"it reads nothing: {len(self._queue)} messages wait for it"
-
-    async def _wait_for_silence(self) -> str:
+    async def _watch(self) -> str:
+        """Wait until the other side is silent for too long, or too many messages wait for it. Return the reason."""
         while (silence := time.monotonic() - self.heard_at) < self._silence_limit:
+            if len(self._queue) > MAX_WAITING:
+                return f"it reads nothing: {len(self._queue)} messages wait for it"
             await asyncio.sleep(min(BEAT_SECONDS, self._silence_limit - silence))
         return f"no message came from it for {self._silence_limit:.0f} s"
 

@@ -83,11 +83,10 @@ async def read_body(request: Request) -> bytes:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
+                    parts.append(part)
                     size += len(part)
                     if size > BODY_LIMIT:
-                        parts.clear()
                         break
-                    parts.append(part)
         except TimeoutError as e:
             raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s", status=408, code="body_too_slow") from e
         except ClientDisconnect as e:

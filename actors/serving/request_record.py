@@ -57,7 +57,6 @@ class RequestRecord:
         return prompt if isinstance(prompt, str) else None
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the prompt's token ids: sampled ids for earlier answers in it, those of `ids` for the rest."""
         if not (self.chat and self.keeps_answers):
             return ids
         text = rendered()
@@ -79,7 +78,6 @@ class RequestRecord:
             yield from self.model.earlier_prompts(messages, parse_tools(self.body), template_variables(self.body))
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Record that a call to the engine begins. The caller sets `completions` of the returned object."""
         version = self.model.engine.model_version
         self.generations.append(Generation(text=text, sampling=sampling, further=further, model_version=version))
         return self.generations[-1]
@@ -87,7 +85,6 @@ class RequestRecord:
     def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> JournaledCall | None:
-        """Begin a call in the run's journal and return it; None without a journal."""
         model = self.model
         if model.journal is None:
             return None

@@ -304,7 +304,6 @@ class HTTPEngine(ServerWeights):
         return await self._send(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         sampling = replace(sampling, n=1)
         ids = await self._prompt_ids(prompt)
         self._check_logprobs(sampling)

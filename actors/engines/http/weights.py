@@ -14,7 +14,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -45,6 +45,8 @@ class ServerWeights:
     model_version: int
     version: str
     dead: str | None
+    _require_alive: Callable[[], None]
+    _die: Callable[[str], None]
 
     def __init__(self, config: EngineConfig, server: VLLMServer) -> None:
         self.config, self.server = config, server
@@ -80,12 +82,6 @@ class ServerWeights:
         self._open_requests = 0
         self._changes: set[asyncio.Task[None]] = set()
         self._died = asyncio.Event()
-
-    def _require_alive(self) -> None:
-        raise NotImplementedError
-
-    def _die(self, reason: str) -> None:
-        raise NotImplementedError
 
     async def _unless_dead(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a call. Raises EngineError if the engine dies first."""
@@ -215,10 +211,7 @@ class ServerWeights:
             )
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`. If the caller is cancelled, the change goes on.
-
-        Raises SyncError if the server still serves the old weights, EngineError (detail `dead`) if the engine ended.
-        """
+        """Serve the checkpoint at `path`, as `Engine` says. If the caller is cancelled, the change goes on."""
         self._require_alive()
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)

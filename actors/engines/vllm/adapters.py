@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ class AdapterServing:
     """The part of `VLLMEngine` that implements `ServesAdapters`."""
 
     _llm: Any
+    _live_llm: Callable[[], Any]
     _on_cpu: bool
     _shapes: dict[str, list[int]] | None
 
@@ -74,9 +75,6 @@ class AdapterServing:
         self._numbers = itertools.count(1)
         self._adapters_lock = asyncio.Lock()
         self._removal_task: asyncio.Task[None] | None = None
-
-    def _live_llm(self) -> Any:
-        raise NotImplementedError
 
     @property
     def adapters(self) -> dict[str, int]:

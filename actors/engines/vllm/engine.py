@@ -333,7 +333,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         ids = await self._prompt_ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")

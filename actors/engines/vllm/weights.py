@@ -39,6 +39,8 @@ class WeightChanges:
     model_version: int
     _llm: Any
     _dead: str | None
+    _live_llm: Callable[[], Any]
+    _end: Callable[[str], Awaitable[None]]
     _served_path: str
     """Folder or hub id of the served weights, which are loaded again if a change fails."""
 
@@ -51,17 +53,8 @@ class WeightChanges:
         self._in_group = False
         """True if the workers are in a weight-transfer group with the trainer."""
 
-    def _live_llm(self) -> Any:
-        raise NotImplementedError
-
-    async def _end(self, reason: str) -> None:
-        raise NotImplementedError
-
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`. If the caller is cancelled, the change goes on.
-
-        Raises SyncError if the engine still serves the old weights, EngineError (detail `dead`) if the engine ended.
-        """
+        """Serve the checkpoint at `path`, as `Engine` says. If the caller is cancelled, the change goes on."""
         await self._change(version, path, self._reload)
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
