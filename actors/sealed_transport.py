@@ -347,7 +347,6 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         incoming.close()
 
     def _refuse(self, incoming: Any, why: str) -> None:
-        """Close a connection, and log `why`."""
         self._log_refusal(incoming.socket, why)
         incoming.close()
 

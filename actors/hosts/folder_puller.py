@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -162,11 +162,9 @@ class FolderPuller:
         if not pull.has_digests:
             pull.has_digests, pull.progress_at = True, time.monotonic()
         if pull.local is not None and [(f.name, f.size) for f in local_files] == [(f.name, f.size) for f in files]:
-            try:
+            with suppress(OSError):  # a folder that can't be read is pulled
                 if await hash_files(pull.local, files, self._threads) == digests:
                     return pull.local
-            except OSError:
-                pass  # it can't be read, so it is pulled
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         target = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:

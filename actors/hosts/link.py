@@ -205,7 +205,6 @@ class HeadEnd:
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
-        """Start the server and return its port; retry until the port is free."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes([
             web.get("/join", self._join), web.post("/check", self._answer_check),

@@ -49,12 +49,10 @@ def checked_body(path: str, raw: bytes) -> dict[str, Any]:
     body = json_object(raw)
     body.pop("request_id", None)  # the request's id is made here, so that no two answers share one
     sampling = _sampling_of(path, body)
-    for name, limit in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
-                       ("min_tokens", MOST_TOKENS)):
+    for name, limit in _LIMITS.items():
         value = sampling.get(name)
         if _number(value) > limit:
-            raise ApiError(f"{name} is {excerpt(value)}: the limit is {limit:,}", param=name,
-                           code="invalid_value")
+            raise ApiError(f"{name} is {excerpt(value)}: the limit is {limit:,}", param=name, code="invalid_value")
     for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
             if problem := exceeded_limit({name: part[name]}):
@@ -163,6 +161,7 @@ _NO_FIELD = {
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_LIMITS = {"n": MOST_ANSWERS, "best_of": MOST_ANSWERS, **dict.fromkeys((*_LENGTHS, "min_tokens"), MOST_TOKENS)}
 _SCHEMAS = frozenset({
     "response_format", "structured_outputs", "structural_tag", "text", "tools", "functions", "output_format",
     "output_config",

@@ -277,7 +277,6 @@ class HTTPEngine(ServerWeights):
         return True
 
     async def _pause_after_failure(self) -> None:
-        """Count a failed request and pause. Each further failure in a row doubles the pause."""
         self._failure_count += 1
         first, longest = FAILURE_PAUSE_SECONDS
         await self._unless_dead(asyncio.sleep(min(longest, first * 2.0 ** min(self._failure_count - 1, 10))))
@@ -413,7 +412,6 @@ class HTTPEngine(ServerWeights):
             self._open_requests -= 1
 
     async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._require_alive()
         remedy = f"start {self.server.url} with a larger --max-model-len"
         return await prompt_ids(self.tokenizer, prompt, self.max_model_len or 0, remedy)

@@ -427,7 +427,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 self._cut_off_tasks.discard(task)
 
     async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)

@@ -205,7 +205,8 @@ class _RecordingClient:
         if record is None:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
-        if ids and not prompt.get("mm_placeholders"):
+        has_only_text = bool(ids) and not prompt.get("mm_placeholders")
+        if has_only_text:
             rendered_ids, text, engine = ids, prompt.get("prompt"), self._engine
             ids = record.exact_prompt(
                 lambda: text or engine.tokenizer.decode(rendered_ids, skip_special_tokens=False), rendered_ids
@@ -220,7 +221,6 @@ class _RecordingClient:
             max_tokens = changes["max_tokens"] = min(record.default_length, room)
         if "min_tokens" in record.engine_only and max_tokens is not None:
             changes["min_tokens"] = min(changes["min_tokens"], max_tokens)
-        generation = None
         if record.records_tokens:
             logprobs = sampling_params.logprobs
             if not getattr(sampling_params, "logprob_token_ids", None):  # if set, vLLM adds the sampled token's itself
@@ -228,11 +228,11 @@ class _RecordingClient:
             if _wants_text_only(sampling_params):
                 changes |= whole_answer_fields(sampling_params.stop, 0)
         params = with_changes(sampling_params, changes)
-        call = None
+        generation = call = None
         if record.records_tokens:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
-            if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
+            if has_only_text:
                 stateful = next((name for name in _STATEFUL if getattr(params, name, None)), "")
                 call = record.begin_journaled_call(ids, sampling, further, forbids=stateful)
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
