@@ -418,7 +418,7 @@ class HTTPEngine(ServerWeights):
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _version_spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
-        """Return `(version, start, end)` over a whole answer; `version` without labels. Raises EngineError."""
+        """Return which weights generated which tokens, as `(version, start, end)`; without labels `version` did all."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
         if not self._server_facts().labels_tokens:
