@@ -55,7 +55,6 @@ from trinity_es.actors.serving.request_limits import (
     ROUTES,
     check_recorded,
     checked_body,
-    is_allowed,
     json_bytes,
     with_defaults,
 )
@@ -204,8 +203,8 @@ class EngineServer:
         self, request: Request, session: _Session, path: str, exchange: _Exchange
     ) -> None:
         """Have the application answer a request; the session has its default sampling. Raises ApiError, EngineError."""
-        if not is_allowed(request.method, path):
-            raise no_route_error(request.method, path, _METHODS)
+        if ROUTES.get(path) != ("GET" if request.method == "HEAD" else request.method):
+            raise no_route_error(request.method, path, ROUTES)
         session.model.engine_error = None
         raw = await read_body(request)
         body, default_length, engine_only, adapter = dict[str, Any](), None, dict[str, Any](), ""
@@ -282,7 +281,6 @@ class EngineServer:
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
 """Headers that are not forwarded. The server makes request ids itself, so that no two answers share one."""
 _RECORD_HEADER = RECORD_HEADER.encode()
-_METHODS = {path: method for method, path in ROUTES}
 
 
 class _Exchange:

@@ -18,8 +18,8 @@ from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.json_values import NotPlain, plain
 
 __all__ = [
-    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "check_recorded", "checked_body", "is_allowed",
-    "json_bytes", "with_defaults",
+    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "check_recorded", "checked_body", "json_bytes",
+    "with_defaults",
 ]
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -28,20 +28,14 @@ CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
 """Routes whose prompt is rendered from messages."""
 MOST_RECORDED_BYTES = 2**27
 """Maximum of a request's bytes times its `n`, since each answer is recorded with the prompt, as text and as ids."""
-_GET_ROUTES = frozenset({"/v1/models", "/version", "/load", "/ping"})
-_POST_ROUTES = frozenset({
-    CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES,
-    "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
-})
-ROUTES = [*(("GET", path) for path in sorted(_GET_ROUTES)), *(("POST", path) for path in sorted(_POST_ROUTES))]
-"""Routes of an engine's server that clients may use: (method, path)."""
-
-
-def is_allowed(method: str, path: str) -> bool:
-    """Return True for a route that clients may use. None of these changes the engine or the requests of others."""
-    if method in ("GET", "HEAD"):
-        return path in _GET_ROUTES
-    return method == "POST" and path in _POST_ROUTES
+ROUTES = {
+    **dict.fromkeys(("/v1/models", "/version", "/load", "/ping"), "GET"),
+    **dict.fromkeys((
+        CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES, "/v1/messages/count_tokens", "/tokenize",
+        "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
+    ), "POST"),
+}
+"""Routes of an engine's server that clients may use (path -> method). None changes the engine or others' requests."""
 
 
 def checked_body(path: str, raw: bytes) -> dict[str, Any]:

@@ -185,7 +185,8 @@ class Proxy:
         """Yield (path, method, handler) of each route. All routes but /health check the key."""
         yield "/health", "GET", self._health
         for path, method, handler in (
-            *((path, method, self._generate if method == "POST" else self._forward_get) for method, path in ROUTES),
+            *((path, method, self._generate if method == "POST" else self._forward_get)
+              for path, method in ROUTES.items()),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
