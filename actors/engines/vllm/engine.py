@@ -49,7 +49,6 @@ from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_argumen
 from trinity_es.actors.engines.vllm.processes import (
     ProcessOutput,
     blames_other_process,
-    children,
     engine_processes,
     last_error_in,
     silenced_logger,
@@ -139,7 +138,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
         if self._llm is not None:
             raise EngineError("the engine was started already: call start only once")
-        self._pids_before = {p.pid for p in children()}
+        self._pids_before = {p.pid for p in psutil.Process().children()}
         self._dead = _STARTING
         printed = ProcessOutput()
         try:
