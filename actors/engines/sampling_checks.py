@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 SHARED_FIELDS = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
-          "frequency_penalty", "repetition_penalty")
+                 "frequency_penalty", "repetition_penalty")
 """Fields with the same name and meaning in `Sampling`, in vLLM's SamplingParams and in its HTTP API."""
 
 MOST_TOKENS = 10_000_000
