@@ -14,14 +14,7 @@ from sqlalchemy.exc import ArgumentError
 
 from trinity_es.actors.config.hosts import TlsConfig
 from trinity_es.actors.config.models import AuxiliaryModelConfig, RolloutModelConfig
-from trinity_es.actors.config.section import (
-    Args,
-    ClassPath,
-    ImportName,
-    Positive,
-    Seconds,
-    Section,
-)
+from trinity_es.actors.config.section import Args, ClassPath, ImportName, Positive, Seconds, Section
 from trinity_es.actors.server_addresses import is_loopback
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.payloads.payload_place import require_place_url

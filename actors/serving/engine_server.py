@@ -410,7 +410,7 @@ class _Exchange:
             await self._send(message)
 
     def _store_answer(self) -> list[Experience] | None:
-        """Store and return the answer's experiences; None if the record does not want any. Raises EngineError."""
+        """Store and return the answer's experiences; None if none are to be recorded. Raises EngineError."""
         assert self._record is not None
         self._is_stored = True
         if not self._record.records_tokens:

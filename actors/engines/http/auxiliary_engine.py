@@ -86,11 +86,9 @@ class RemoteEngine:
         answer = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, max_bytes)
         return [Completion(**c) for c in answer["completions"]]
 
-    async def stream(
-        self, prompt: str | list[int], sampling: Sampling, task: str | None = None
-    ) -> AsyncGenerator[Completion, None]:
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yield the whole answer of `generate` as one part."""
-        [whole] = await self.generate(prompt, replace(sampling, n=1), task)
+        [whole] = await self.generate(prompt, replace(sampling, n=1))
         yield whole
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, task: str | None = None) -> list[float]:
