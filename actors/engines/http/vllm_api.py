@@ -130,12 +130,9 @@ class VLLMServer:
                     raise ServerGone(f"{self.url} does not answer ({self._without_key(_error_text(e))})") from e
         raise AssertionError
 
-    async def ask(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = MAX_BYTES,
-        **params: str,
-    ) -> Any:
-        """Send a request and return the JSON of a successful answer. Raises EngineError for an error."""
-        answer = await self.request(method, path, body, seconds=seconds, max_bytes=max_bytes, **params)
+    async def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        """Send a request and return its answer's JSON. `more`: as for `request`. Raises EngineError for an error."""
+        answer = await self.request(method, path, body, **more)
         self._raise_for_status(answer, path)
         value = self._parse(answer, lambda value: value) if answer.content else None
         # The body of a status 200 may still report a failure, of the request or of a worker.
