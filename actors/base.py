@@ -48,9 +48,9 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         self._posted: deque[Callable[[], None]] = deque()
         self._pair: tuple[socket.socket, socket.socket] | None = None
         """Sockets by which `post` wakes the actor: the first is read here, threads write to the second."""
-        self._timers: dict[str, int] = {}
+        self._timers: dict[str, tuple[int, Callable[[], None]]] = {}
+        """Number and call of each armed timer, by name."""
         self._timer_number = 0
-        self._timer_calls: dict[str, Callable[[], None]] = {}
 
     # --- for subclasses -------------------------------------------------------------------------------------------
     def on_crash(self, error: BaseException) -> None:
@@ -103,17 +103,14 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
         """Set a timer that runs `call` once, `seconds` from now. It replaces a timer of the same name."""
         self._timer_number += 1
-        self._timers[name] = self._timer_number
-        self._timer_calls[name] = call
+        self._timers[name] = self._timer_number, call
         self.wakeupAfter(timedelta(seconds=seconds), payload=(name, self._timer_number))
 
     def cancel(self, name: str) -> None:
         """Cancel the timer of this name, if there is one."""
         self._timers.pop(name, None)
-        self._timer_calls.pop(name, None)
 
     def has_timer(self, name: str) -> bool:
-        """Return True if a timer of this name is armed."""
         return name in self._timers
 
     # --- Thespian's side ------------------------------------------------------------------------------------------
@@ -128,14 +125,14 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         return None if self._pair is None else ThespianWatch([self._pair[0].fileno()])
 
     def _handle(self, message: Any, sender: Any) -> None:
-        """Run a timer's call, `on_exit` or `on_child_exit`, or the message's handler if it is accepted."""
         if isinstance(message, WatchMessage):
             return  # a call was posted, which _run_posted_calls runs
         if isinstance(message, WakeupMessage):
             name, number = message.payload
-            if self._timers.get(name) == number:  # otherwise it was cancelled or replaced
+            armed_number, call = self._timers.get(name, (None, None))
+            if call is not None and number == armed_number:  # otherwise it was cancelled or replaced
                 del self._timers[name]
-                self._timer_calls.pop(name)()
+                call()
             return
         if isinstance(message, ActorExitRequest):
             self.on_exit()
@@ -165,7 +162,6 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
                 self._handle_exception(e)
 
     def _handle_exception(self, error: BaseException) -> None:
-        """Log an exception and call `on_crash`."""
         self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
         try:
             self.on_crash(error)

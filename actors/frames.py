@@ -96,9 +96,8 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
     """Ask the process at this port for a sealed answer, and return True if it has the same key.
 
-    Returns False after a wrong answer, None if no answer comes within `timeout` seconds.
-
-    The loop that handles messages sends the answer, so a process that answers does not hang.
+    Returns False after a wrong answer, None if no answer comes within `timeout` seconds. The loop that handles messages
+    sends the answer, so a process that answers does not hang.
     """
     deadline = time.monotonic() + timeout
     payload = KNOCK + os.urandom(16)

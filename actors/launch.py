@@ -131,21 +131,16 @@ def _import_engines(config: LaunchedConfig) -> None:
 
 def _exit_when_gone(address: str, port: int) -> None:
     """Wait in a thread until no process listens on the admin's port, then exit this process with status 1."""
-    while not _refuses_connections(address, port):
+    while True:
+        try:
+            socket.create_connection((address, port), 1.0).close()
+        except ConnectionRefusedError:
+            break
+        except OSError:
+            pass  # a busy process still listens
         time.sleep(0.2)
     print("the actor system died while it started", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _refuses_connections(address: str, port: int) -> bool:
-    """Return True if no process listens on this port. A busy process still listens."""
-    try:
-        socket.create_connection((address, port), 1.0).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 if __name__ == "__main__":

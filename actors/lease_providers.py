@@ -37,7 +37,8 @@ def build_provider(path: str, args: Mapping[str, Any]) -> Any:
 def recordable_json(what: str, value: Any) -> Any:
     """Return a value as plain JSON for the log. `what` names it in errors. Raises ValueError if JSON can't hold it, it
     takes more than `MOST_BYTES`, or a text in it looks like a secret."""
-    secrets = _secrets_in(value)
+    secrets: list[str] = []
+    replaced(value, secrets.append)  # type: ignore[arg-type]  # called with each secret; its result is not used
     try:
         data = plain(value)
         size = len(orjson.dumps(data))
@@ -49,15 +50,3 @@ def recordable_json(what: str, value: Any) -> Any:
         raise ValueError(f"{what} contains what looks like a secret, which would be written to the log: let the "
                          "provider read it from the environment")
     return data
-
-
-def _secrets_in(value: Any) -> list[str]:
-    """Return the texts in a JSON value that look like secrets."""
-    secrets: list[str] = []
-
-    def collect(secret: str) -> str:
-        secrets.append(secret)
-        return ""
-
-    replaced(value, collect)  # calls `collect` for each
-    return secrets

@@ -91,22 +91,15 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
     path = known.get(name, name)
     if not isinstance(path, str):
         return path
-    module, colon, _ = path.partition(":")
     names = ", ".join(sorted(known))
-    if not colon:
+    if ":" not in path:
         raise ConfigError(
             f'there is no {kind} {name!r}; known: {names}. Give your own as "module:Class", {shape}', **{kind: name}
         )
     try:
         factory = load(path)
     except Exception as e:  # importing runs a user's module, which may raise anything
-        missing = missing_attribute(path) if isinstance(e, AttributeError) else ""
-        if missing:
-            raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
-        raise ConfigError(
-            f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): install {module!r} "
-            f"where it runs, or put it on PYTHONPATH. Known: {names}", **{kind: name},
-        ) from e
+        raise ConfigError(f"{kind} {name!r}{_import_problem(path, e)}. Known: {names}", **{kind: name}) from e
     if not callable(factory):
         raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class: name {shape}", **{kind: name})
     return factory  # type: ignore[no-any-return]  # any callable; the caller checks what it returns
@@ -145,13 +138,15 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     try:
         return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
-        missing = missing_attribute(path) if isinstance(e, AttributeError) else ""
-        if missing:
-            raise UnknownWorkflow(f"{what} {name!r}: {missing}") from e
-        raise UnknownWorkflow(
-            f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
-            "(next to the config file, or installed)"
-        ) from e
+        raise UnknownWorkflow(f"{what} {name!r}{_import_problem(path, e)}") from e
+
+
+def _import_problem(path: str, error: BaseException) -> str:
+    """Return why `load` failed, to follow the name in an error message."""
+    if isinstance(error, AttributeError) and (missing := missing_attribute(path)):
+        return f": {missing}"
+    return (f" can't be imported ({type(error).__name__}: {error}): put its module next to the config file or on "
+            "PYTHONPATH, or install it, on each machine that needs it")
 
 
 def name_suggestion(name: str, registered: Iterable[str]) -> str:

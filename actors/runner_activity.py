@@ -52,7 +52,8 @@ class RunActivity:
             yield row
         finally:
             del self._running[number]
-            self.last = {**row, "end_time": self.clock()}
+            ended = self.clock()
+            self.last = {**row, "end_time": ended, "running_time": max(0.0, ended - row["begin_time"])}
 
     def waiting_text(self) -> str:
         """Return a phrase such as "2 of its runs wait for X", or "" if no run waits for anything outside of the system.
@@ -80,16 +81,9 @@ def runner_state(activity: RunActivity | None, **fields: Any) -> dict[str, Any]:
     the runner did not answer."""
     running = [] if activity is None else activity.running()
     last = None if activity is None else activity.last
-    run: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}
-    workflow_state: Mapping[str, Any] = {}
-    if running:
-        run |= {key: running[0][key] for key in ("workflow_id", "begin_time", "running_time")}
-        workflow_state = running[0].get("state", {})
-    elif last is not None:
-        run |= {key: last[key] for key in ("workflow_id", "begin_time", "end_time")}
-        run["running_time"] = max(0.0, last["end_time"] - last["begin_time"])
-        workflow_state = last.get("state", {})
-    run |= {"terminate_time": run["end_time"], "workflow_state": dict(workflow_state)}
+    shown = running[0] if running else last or {}
+    run: Row = {key: shown.get(key) for key in ("workflow_id", "begin_time", "end_time", "running_time")}
+    run |= {"terminate_time": run["end_time"], "workflow_state": dict(shown.get("state", {}))}
     rows = [{key: value for key, value in row.items() if key != "state"} for row in running[:SHOWN_RUNS]]
     runs = {"answered": activity is not None, "running_count": len(running), "running": rows}
     return {**fields, **run, **runs}

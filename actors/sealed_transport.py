@@ -74,10 +74,10 @@ TRANSMIT_SECONDS = 15.0
 MAX_PENDING = 1000
 """Maximum number of messages under way, to all peers together; more are queued. With Thespian's own 20, one stopped
 peer soon blocks all sending."""
-MAX_UNTAKEN = 16
+MAX_UNREAD = 16
 """Maximum number of unread messages to a peer that has read nothing for `SILENT_SECONDS`. Further ones are dropped."""
 SILENT_SECONDS = 5.0
-"""How long a peer may read nothing before `MAX_UNTAKEN` applies to it."""
+"""How long a peer may read nothing before `MAX_UNREAD` applies to it."""
 
 MAX_STRANGERS = 256
 """Maximum number of open connections without a valid seal so far. Beyond it the oldest are closed."""
@@ -104,10 +104,10 @@ def listening_host(pid: int, port: int) -> str:
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class _Untaken:
+class _Unread:
     """Number of unread messages to one peer."""
 
-    last_taken_at: float
+    last_read_at: float
     """Time at which the peer last read a message; before that, the time of the first message to it."""
     count: int = 0
 
@@ -147,7 +147,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         files = raise_file_limit()  # also raises the limit in a trainer and in each command
         self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough to leave files for others
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
-        self._untaken: dict[Any, _Untaken] = {}
+        self._unread: dict[Any, _Unread] = {}
         # attributes that Thespian's __init__ sets
         self._transmitIntents: dict[int, Any] = {}
         self._waitingTransmits: list[Any] = []
@@ -182,19 +182,19 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
     def _schedulePreparedIntent(self, intent: Any, has_exclusive_flag: bool = False) -> None:
         """Extend Thespian's method: drop messages to a peer that reads nothing, and limit how long a message waits."""
         peer, now = intent.targetAddr.addressDetails, time.monotonic()
-        untaken = self._untaken.setdefault(peer, _Untaken(now))
-        if untaken.count >= MAX_UNTAKEN and now - untaken.last_taken_at > SILENT_SECONDS:
+        unread = self._unread.setdefault(peer, _Unread(now))
+        if unread.count >= MAX_UNREAD and now - unread.last_read_at > SILENT_SECONDS:
             intent.tx_done(SendStatus.Failed)
             return
 
         def done(result: Any, _: Any) -> None:
-            untaken.count -= 1
+            unread.count -= 1
             if result is SendStatus.Sent:
-                untaken.last_taken_at = time.monotonic()
-            if untaken.count == 0 and self._untaken.get(peer) is untaken:
-                del self._untaken[peer]
+                unread.last_read_at = time.monotonic()
+            if unread.count == 0 and self._unread.get(peer) is unread:
+                del self._unread[peer]
 
-        untaken.count += 1
+        unread.count += 1
         self._close_idle()
         intent.addCallback(done, done)
         intent._quitTime = ExpirationTimer(TRANSMIT_SECONDS)
@@ -210,15 +210,13 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
     def _processIntentTimeouts(self) -> None:
         """Call Thespian's method, which visits all messages under way, only if one of them is due."""
         now = currentTime()
-        if any(map(partial(self._is_due, now), (*self._transmitIntents.values(), *self._waitingTransmits))):
+        if any(
+            "_pauseUntil" in intent.__dict__ or "_retryTime" in intent.__dict__  # it waits to be tried again
+            or intent._quitTime._time_to_quit <= now  # it has expired
+            or opsKey(intent.targetAddr) in self._openSockets  # it may use a connection that is free now
+            for intent in (*self._transmitIntents.values(), *self._waitingTransmits)
+        ):
             super()._processIntentTimeouts()
-
-    def _is_due(self, now: float, intent: Any) -> bool:
-        """Return True if a message waits to be tried again, has expired, or may use a connection that is free now."""
-        return (
-            "_pauseUntil" in intent.__dict__ or "_retryTime" in intent.__dict__
-            or intent._quitTime._time_to_quit <= now or opsKey(intent.targetAddr) in self._openSockets
-        )
 
     def _next_XMIT_3(self, intent: Any) -> bool:
         """Extend Thespian's method: receive the answer into a `Frame`, which checks the seal."""
@@ -349,7 +347,6 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian is
         incoming.close()
 
     def _refuse(self, incoming: Any, why: str) -> None:
-        """Close a connection, and log `why`."""
         self._log_refusal(incoming.socket, why)
         incoming.close()
 

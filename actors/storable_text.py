@@ -23,9 +23,7 @@ def clean_text(text: str) -> str:
 
 def clean_report(message: _T) -> _T:
     """Return the message with `clean_text` applied to each of its text fields."""
-    changes: dict[str, str] = {}
-    for field in fields(message):  # type: ignore[arg-type]  # every message is a dataclass
-        value = getattr(message, field.name)
-        if isinstance(value, str) and (len(value) > TEXT_LENGTH or not is_storable(value)):
-            changes[field.name] = clean_text(value)
+    values = {f.name: getattr(message, f.name) for f in fields(message)}  # type: ignore[arg-type]  # it is a dataclass
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    changes = {name: clean for name, text in texts.items() if (clean := clean_text(text)) != text}
     return replace(message, **changes) if changes else message  # type: ignore[type-var]  # a dataclass

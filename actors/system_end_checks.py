@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from trinity_es.events.errors import LogNotFound, TrinityError
 from trinity_es.events.processes import process_lives
 
-__all__ = ["StoreWatch", "end_processes", "owner_end_reason", "processes_printing_to", "store_loss_reason"]
+__all__ = ["end_processes", "owner_end_reason", "processes_printing_to", "store_loss_reason", "watch_store"]
 
 LOOK_SECONDS = 5.0
 """Interval between two checks of the store."""
@@ -59,26 +60,18 @@ def store_loss_reason(url: str) -> str:
     return ""
 
 
-class StoreWatch:
-    """Thread that checks the store of a running system, and calls `on_gone(reason)` once if it is gone."""
+def watch_store(url: str, on_gone: Callable[[str], None]) -> None:
+    """Check the store of a running system in a thread, and call `on_gone(reason)` there once if the store is gone."""
 
-    def __init__(self, url: str, on_gone: Callable[[str], None]) -> None:
-        self._url, self._on_gone = url, on_gone
-        self._is_stopped = threading.Event()
-        threading.Thread(target=self._run, name="store-watch", daemon=True).start()
-
-    def _run(self) -> None:
-        """Check the store every LOOK_SECONDS, until `stop` or until MISSES checks in a row found no store."""
+    def watch() -> None:
         miss_count = 0
-        while not self._is_stopped.wait(LOOK_SECONDS):
-            reason = store_loss_reason(self._url)
+        while miss_count < MISSES:
+            time.sleep(LOOK_SECONDS)
+            reason = store_loss_reason(url)
             miss_count = miss_count + 1 if reason else 0
-            if miss_count == MISSES:
-                self._on_gone(reason)
-                return
+        on_gone(reason)
 
-    def stop(self) -> None:
-        self._is_stopped.set()
+    threading.Thread(target=watch, name="store-watch", daemon=True).start()
 
 
 def end_processes(admin: int, runners: list[int]) -> None:

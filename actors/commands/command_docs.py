@@ -33,12 +33,12 @@ a command that waits go on waiting; other commands that write fail at once with 
 
 
 def markdown() -> str:
-    """Return the text of docs/COMMANDS.md."""
     lines = [_HEAD]
     value_lines: list[str] = []
     for module in (batches, trainer, serve, servers_and_hosts):
         source = inspect.getsource(module)
-        titles = _titles(source)
+        matches = ((number, re.match(r"# --- (.+?) -+$", line)) for number, line in enumerate(source.splitlines(), 1))
+        titles = {number: match[1][0].upper() + match[1][1:] for number, match in matches if match}
         for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
             for line_number in [number for number in titles if number < node.lineno]:
                 lines += ["", f"## {titles.pop(line_number)}"]
@@ -53,20 +53,12 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _titles(source: str) -> dict[int, str]:
-    """Return the titles of a module's parts (`# --- a title ---`) by line number."""
-    matches = [(n, re.match(r"# --- (.+?) -+$", line)) for n, line in enumerate(source.splitlines(), 1)]
-    return {n: match[1][0].upper() + match[1][1:] for n, match in matches if match}
-
-
 def _section(title: str, node: ast.ClassDef) -> list[str]:
-    """Return the lines about a class: title, documentation, and a table of its fields."""
     table = fields_table(documented_fields(node))
     return ["", f"### {title}", "", (ast.get_docstring(node) or "").strip(), *(["", *table] if table else [])]
 
 
 def _command_section(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[str]:
-    """Return the lines about a command: `_section` of its class, whether it writes and waits, and its answer."""
     [base] = node.bases
     assert isinstance(base, ast.Subscript)
     answer = ast.unparse(base.slice)

@@ -94,15 +94,12 @@ def _check_batch_id(value: Any) -> Any:
 
 
 def _check_parcel(value: Any) -> Parcel:
-    """Return the parcel if it has either bytes or a digest. Raises ValueError otherwise."""
-    is_valid = False
-    if isinstance(value, Parcel) and value.digest is None:
-        is_valid = isinstance(value.inline, bytes)
-    elif isinstance(value, Parcel) and value.inline is None and isinstance(value.digest, str):
-        is_valid = re.fullmatch(_DIGEST, value.digest) is not None
-    if not is_valid:
-        raise ValueError(f"must be JSON bytes, or the SHA-256 digest of a stored payload, not {shown(value)}")
-    return value  # type: ignore[no-any-return]  # it is a Parcel
+    match value:
+        case Parcel(inline=bytes(), digest=None):
+            return value
+        case Parcel(inline=None, digest=str(digest)) if re.fullmatch(_DIGEST, digest):
+            return value
+    raise ValueError(f"must be JSON bytes, or the SHA-256 digest of a stored payload, not {shown(value)}")
 
 
 def _record_schema(cls: type[Any], **types: Any) -> Any:

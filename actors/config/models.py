@@ -19,7 +19,6 @@ __all__ = ["AuxiliaryModelConfig", "LoRAConfig", "ModelConfig", "RolloutModelCon
 
 
 def _check_engine_type(value: str) -> str:
-    """Return the name of a registered engine or a "module:Class". Raises ValueError for any other text."""
     engines = registered("engine")
     if value not in engines and not re.fullmatch(r"[\w.]+:[\w.]+", value):
         raise ValueError(f'must be one of {", ".join(sorted(engines))}, "module:Class", not {value!r}')
@@ -129,10 +128,7 @@ class RolloutModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
-        """Raise ValueError for keys that do not fit the engine type. Set `engine_num` to the number of `servers.urls`.
-
-        Type http needs exactly one key of `servers`, and no lora or server_args. Other types need no key of `servers`.
-        """
+        """Check that the keys fit the engine type, and set `engine_num` to the number of `servers.urls`."""
         servers, keys_in_use = self.servers, self.servers.keys_in_use
         if self.engine_type != "http":
             if keys_in_use:

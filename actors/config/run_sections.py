@@ -14,14 +14,7 @@ from sqlalchemy.exc import ArgumentError
 
 from trinity_es.actors.config.hosts import TlsConfig
 from trinity_es.actors.config.models import AuxiliaryModelConfig, RolloutModelConfig
-from trinity_es.actors.config.section import (
-    Args,
-    ClassPath,
-    ImportName,
-    Positive,
-    Seconds,
-    Section,
-)
+from trinity_es.actors.config.section import Args, ClassPath, ImportName, Positive, Seconds, Section
 from trinity_es.actors.server_addresses import is_loopback
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.payloads.payload_place import require_place_url
@@ -33,7 +26,6 @@ __all__ = [
 
 
 def _check_concurrency(value: Any) -> Any:
-    """Return "auto" or a whole number of 1 or more. Raises PydanticKnownError."""
     if value != "auto" and type(value) is not int:
         raise PydanticKnownError("int_type")  # this type makes the caller convert a variable's text to a number
     if value != "auto" and value < 1:
@@ -42,7 +34,6 @@ def _check_concurrency(value: Any) -> Any:
 
 
 def _check_store_url(value: str) -> str:
-    """Return the URL of a SQLite file or a PostgreSQL database, or "". Raises ValueError for any other text."""
     if not value:
         return value
     try:
@@ -247,7 +238,6 @@ class TrainerConfig(Section):
 
 
 def _check_payloads_url(url: str) -> str:
-    """Return a location for payloads in the spelling of `require_place_url`, or "". Raises ValueError."""
     try:
         return url and require_place_url(url)
     except ConfigError as e:

@@ -66,7 +66,6 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _check_size(cls, value: Any) -> Any:
-        """Return the value of a field. Raises ValueError if it is an integer that the log can't hold."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit into a signed 64-bit integer, since the log records it: give a smaller number")
         return value

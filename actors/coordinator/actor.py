@@ -44,7 +44,7 @@ from trinity_es.actors.coordinator.suspect_requests import RequestsInHand
 from trinity_es.actors.plugin_lookup import add_import_folders
 from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.storable_text import clean_report
-from trinity_es.actors.system_end_checks import StoreWatch
+from trinity_es.actors.system_end_checks import watch_store
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable, TrinityError, error_to_dict
@@ -98,7 +98,7 @@ class Coordinator(BaseActor):
         self.host = socket.gethostname()
         token = engine_token(read_key()) if config.auxiliary else ""
         self.operator_models = OperatorModels(config.auxiliary, token)
-        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, messages.StoreGone(why))))
+        watch_store(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, messages.StoreGone(why))))
         place, self.certificate = lease_fields(config.hosts)
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},

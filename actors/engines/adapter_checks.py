@@ -139,21 +139,15 @@ def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[s
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, expected [rank, in] and [out, rank]")
     if shapes is not None:
-        shape = _base_shape(module, shapes)
+        shape = shapes.get(f"{module}.weight")
+        if shape is None and "layers." in module:  # models have different prefixes before `layers.`
+            tail = f".{module[module.index('layers.'):]}.weight"
+            shape = next((shape for name, shape in shapes.items() if name.endswith(tail)), None)
         if shape is None:
             raise ValueError(f"{module} is not in the model that is served")
         if [b[0], a[1]] != list(shape):
             raise ValueError(f"{module} has shape {list(shape)} in the model that is served, not [{b[0]}, {a[1]}]")
     return a[0]
-
-
-def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
-    """Return the shape of a module's weight; None if there is none. Models have different prefixes before `layers.`."""
-    shape = shapes.get(f"{module}.weight")
-    if shape is None and "layers." in module:
-        tail = f".{module[module.index('layers.'):]}.weight"
-        shape = next((shape for name, shape in shapes.items() if name.endswith(tail)), None)
-    return shape
 
 
 def _read_tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:

@@ -138,7 +138,7 @@ class Generation:
     sampling: Sampling
     further: dict[str, Any]
     """Options of the request beyond the fields of `Sampling`."""
-    before: int
+    model_version: int
     """Model version that was served when the call began."""
     completions: list[Completion] | None = None
 
@@ -168,11 +168,11 @@ class Recording(Protocol):
         """The prompt, if the client sent it as text."""
 
     @property
-    def longest(self) -> int | None:
+    def default_length(self) -> int | None:
         """Maximum tokens of an answer if the client set none; the engine lowers it to the context that is left."""
 
     @property
-    def unsaid(self) -> Mapping[str, Any]:
+    def engine_only(self) -> Mapping[str, Any]:
         """The run's sampling settings that the client's API can't express, by the names of `Sampling`."""
 
     @property
@@ -180,7 +180,7 @@ class Recording(Protocol):
         """Name of the LoRA adapter to use; empty: the model itself."""
 
     @property
-    def wanted(self) -> bool:
+    def records_tokens(self) -> bool:
         """True if the generated tokens are kept. Otherwise the engine reports only failures."""
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
@@ -257,7 +257,7 @@ class EngineLoad:
 
     running: int
     waiting: int
-    again: int
+    recomputed: int
     """Tokens recomputed for requests that resumed in this step after they were preempted for lack of KV cache."""
     kv_share: float
     most_running: int

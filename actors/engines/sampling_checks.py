@@ -14,12 +14,12 @@ from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.events.errors import EngineError, TrinityError
 
 __all__ = [
-    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "checked_prompt", "excerpt",
+    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED_FIELDS", "checked_prompt", "excerpt",
     "logprob_at_temperature", "needs_whole_distribution", "with_options",
 ]
 
-SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
-          "frequency_penalty", "repetition_penalty")
+SHARED_FIELDS = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
+                 "frequency_penalty", "repetition_penalty")
 """Fields with the same name and meaning in `Sampling`, in vLLM's SamplingParams and in its HTTP API."""
 
 MOST_TOKENS = 10_000_000
@@ -48,7 +48,6 @@ def _integer(low: int, high: int) -> Callable[[Any], bool]:
 
 
 def _is_schema(value: Any) -> bool:
-    """Return True if a value is an empty text, or the text of a JSON object."""
     try:
         return isinstance(value, str) and (not value or isinstance(orjson.loads(value), dict))
     except orjson.JSONDecodeError:

@@ -42,7 +42,7 @@ def exceeded_limit(value: Any) -> str | None:
         elif isinstance(node, list):
             unread += [(name, item) for item in node]
         elif name in _TEXTS and isinstance(node, str):
-            unread.append(("", _parsed(node)))
+            unread.append(("", _json_or_none(node)))
         elif name in _COUNTS and isinstance(node, int | float):
             if node > MOST_REPEATS:
                 return f"{name} is {node:,.10g}: the limit is {MOST_REPEATS:,}"
@@ -58,8 +58,7 @@ def exceeded_limit(value: Any) -> str | None:
     return None
 
 
-def _parsed(text: str) -> Any:
-    """Return the parsed JSON of a text; None if the text is not JSON."""
+def _json_or_none(text: str) -> Any:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

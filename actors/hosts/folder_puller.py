@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -162,11 +162,9 @@ class FolderPuller:
         if not pull.has_digests:
             pull.has_digests, pull.progress_at = True, time.monotonic()
         if pull.local is not None and [(f.name, f.size) for f in local_files] == [(f.name, f.size) for f in files]:
-            try:
+            with suppress(OSError):  # a folder that can't be read is pulled
                 if await hash_files(pull.local, files, self._threads) == digests:
                     return pull.local
-            except OSError:
-                pass  # it can't be read, so it is pulled
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         target = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
@@ -260,7 +258,6 @@ class _LocalProblem(Exception):
 
 @contextmanager
 def _as_local_problem() -> Iterator[None]:
-    """Turn an OSError into a _LocalProblem."""
     try:
         yield
     except OSError as e:
@@ -293,7 +290,6 @@ def _parse_file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
 
 
 def _listing_or_empty(folder: Path | None) -> list[FileFacts]:
-    """Return the files of a folder; [] without a folder, or if it can't be read."""
     try:
         return [] if folder is None else list_files(folder)
     except OSError:

@@ -68,7 +68,6 @@ class FolderSender:
             raise web.HTTPNotFound from e
 
     async def _send_digests(self, request: web.Request) -> web.Response:
-        """Answer with the digests of a folder's files, or with {} if they take longer than WAIT_SECONDS."""
         id, (folder, files) = request.match_info["id"], self._folder_and_files(request)
         task = self._digest_tasks.get(id)
         if task is None:
@@ -83,7 +82,6 @@ class FolderSender:
             return web.json_response({"unreadable": str(e)})
 
     async def _send_file(self, request: web.Request) -> web.StreamResponse:
-        """Send a file, beginning at the byte that the header Range names."""
         folder, files = self._folder_and_files(request)
         number, start = int(request.match_info["number"]), request.http_range.start or 0
         if number >= len(files) or start > files[number].size:

@@ -81,7 +81,6 @@ class HostAgent(BaseActor):
         return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
-        """Send the guardian a heartbeat, and again every BEAT_SECONDS."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
 
@@ -159,7 +158,6 @@ class HostAgent(BaseActor):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Ask the head to give this host no new units."""
         self.connection.send("", message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:

@@ -29,7 +29,6 @@ def machine_facts(folders: Iterable[str]) -> dict[str, Any]:
 
 
 def _digest_or_error(folder: str) -> str | None:
-    """Return `model_digest(folder)`, or a sentence that says why the folder can't be read."""
     try:
         return model_digest(folder)
     except OSError as e:
@@ -51,7 +50,6 @@ def model_digest(folder: str) -> str | None:
 
 
 def _version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

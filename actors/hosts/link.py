@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -68,7 +68,6 @@ class _Pipe:
         self._silence_limit = min(timeout, max(share * timeout, least_seconds))
         self._queue: deque[bytes] = deque()
         self._has_messages = asyncio.Event()
-        self._is_overfull = asyncio.Event()
         self.heard_at = time.monotonic()
         """Time of the last message received, in monotonic seconds."""
 
@@ -76,13 +75,10 @@ class _Pipe:
         """Queue a message. `name` is its receiver in the head's messages, its sender in a host's. Not thread-safe."""
         self._queue.append(pickle.dumps((name, message), protocol=5))
         self._has_messages.set()
-        if len(self._queue) > MAX_WAITING:
-            self._is_overfull.set()
 
     async def run(self) -> str:
         """Send and receive until the connection ends, and return the reason."""
-        parts = self._send, self._receive, self._wait_for_silence, self._wait_for_overflow
-        tasks = [asyncio.ensure_future(part()) for part in parts]
+        tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -125,28 +121,22 @@ class _Pipe:
                 error = self._ws.exception()
                 return f"the connection broke: {error}" if error else "it ended the connection"
             self.heard_at = time.monotonic()
+            frame, items = io.BytesIO(message.data), []
             try:
-                items = list(_unpickled(message.data))
+                while frame.tell() < len(message.data):
+                    items.append(pickle.load(frame))
             except Exception as e:  # a message that can't be unpickled here
                 return f"a message of it can't be read: {type(e).__name__}"
             if items:
                 self._take(items)
 
-    async def _wait_for_overflow(self) -> str:
-        await self._is_overfull.wait()
-        return f"it reads nothing: {len(self._queue)} messages wait for it"
-
-    async def _wait_for_silence(self) -> str:
+    async def _watch(self) -> str:
+        """Wait until the other side is silent for too long, or too many messages wait for it. Return the reason."""
         while (silence := time.monotonic() - self.heard_at) < self._silence_limit:
+            if len(self._queue) > MAX_WAITING:
+                return f"it reads nothing: {len(self._queue)} messages wait for it"
             await asyncio.sleep(min(BEAT_SECONDS, self._silence_limit - silence))
         return f"no message came from it for {self._silence_limit:.0f} s"
-
-
-def _unpickled(frame: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the messages of a frame, each with the name of its receiver or sender."""
-    file = io.BytesIO(frame)
-    while file.tell() < len(frame):
-        yield pickle.load(file)
 
 
 class LoopThread:
@@ -215,7 +205,6 @@ class HeadEnd:
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
-        """Start the server and return its port; retry until the port is free."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes([
             web.get("/join", self._join), web.post("/check", self._answer_check),
@@ -293,28 +282,29 @@ class HeadEnd:
         return await handler(request)
 
     async def _ask_admission(self, offer: Mapping[str, Any], request: web.Request) -> Admission:
-        """Ask the coordinator whether it admits a host. Raises TimeoutError while the log can't be written."""
+        """Ask the coordinator whether it admits a host. Raises HTTPServiceUnavailable while it can't write the log."""
         decision: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
-        self._hello(
-            offer, request.remote or "", lambda answer: self._thread.call(lambda: _set_result(decision, answer)))
-        return await asyncio.wait_for(decision, self._timeout)
+
+        def decide(answer: Admission) -> None:
+            if not decision.done():  # otherwise the wait for it is over
+                decision.set_result(answer)
+
+        self._hello(offer, request.remote or "", lambda answer: self._thread.call(lambda: decide(answer)))
+        try:
+            return await asyncio.wait_for(decision, self._timeout)
+        except TimeoutError as e:
+            raise web.HTTPServiceUnavailable from e
 
     async def _answer_check(self, request: web.Request) -> web.Response:
         """Answer a host that checks before it joins: whether it would be refused, and the head's `facts`."""
-        try:
-            admission = await self._ask_admission({**await request.json(), "check": True}, request)
-        except TimeoutError as e:
-            raise web.HTTPServiceUnavailable from e
+        admission = await self._ask_admission({**await request.json(), "check": True}, request)
         return web.json_response(
             {"would_refuse": admission.refused, "facts": dict(await asyncio.to_thread(self._facts))})
 
     async def _answer_folder(self, request: web.Request) -> web.Response:
         """Answer a host's request for a folder: with a list of its files, or with the reason of a refusal."""
-        try:
-            body = await request.json()
-            admission = await self._ask_admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
-        except TimeoutError as e:
-            raise web.HTTPServiceUnavailable from e
+        body = await request.json()
+        admission = await self._ask_admission({"fetch": body.get("fetch"), "build": body.get("build")}, request)
         if admission.refused:
             return web.json_response({"refused": admission.refused, "for_good": admission.for_good})
         return await self._folders.listing_response(Path(admission.folder))
@@ -324,7 +314,7 @@ class HeadEnd:
         connection = request.get_extra_info("socket")  # taken now: later asyncio has none if it has closed
         ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
         await ws.prepare(request)
-        with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now
+        with suppress(OSError, web.HTTPServiceUnavailable):  # also a TimeoutError, if it sends nothing
             offer = await _first_message(ws, HELLO_SECONDS)
             admission = await self._ask_admission(offer, request)
             if admission.refused:
@@ -431,9 +421,3 @@ async def _first_message(ws: web.WebSocketResponse | ClientWebSocketResponse, se
         raise ConnectionError("the other side closed the connection")
     content: dict[str, Any] = json.loads(message.data)
     return content
-
-
-def _set_result(decision: asyncio.Future[Admission], answer: Admission) -> None:
-    """Set the result of `decision`, unless its waiter has given up and cancelled it."""
-    if not decision.done():
-        decision.set_result(answer)

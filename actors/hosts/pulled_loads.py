@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,7 @@ class PulledLoads:
         """`to_runner(name, message)` sends a message to a runner, `to_head(name, message)` a runner's to the head."""
         self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
         self._pulls: dict[HeadFolder, _Pull] = {}
-        self._runners: dict[str, _Runner] = {}
+        self._runners: defaultdict[str, _Runner] = defaultdict(_Runner)
         self._adapter_folders: dict[HeadFolder, Path] = {}
         """The head's folder of an adapter -> its folder on this host."""
         self._errors: dict[tuple[str, int], str] = {}
@@ -82,12 +83,12 @@ class PulledLoads:
         for (folder_name, path), pull in self._pulls.items():
             if folder_name.kind == "weights" and (folder_name.version, path) != (order.version, order.path):
                 pull.future.cancel()  # a pull of an older order, or from an earlier path
-        self._runner_record(name).weights_order = order
+        self._runners[name].weights_order = order
         self._begin_pull(_weights_folder(order))
 
     def load_adapters(self, name: str, order: messages.LoadAdapters) -> None:
         """Pass an order to a runner once each of its adapters is on this host or could not be pulled."""
-        runner = self._runner_record(name)
+        runner = self._runners[name]
         runner.adapters_order = order
         ordered = {(event.adapter, event.version) for event in order.adapters}
         self._errors = {adapter: error for adapter, error in self._errors.items() if adapter in ordered}
@@ -166,7 +167,7 @@ class PulledLoads:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)
             case messages.RunnerStatus():
-                runner = self._runner_record(message.name)
+                runner = self._runners[message.name]
                 runner.served_version, runner.served_adapters = message.model_version, dict(message.adapters)
                 order = runner.weights_order
                 if order is not None and order.incarnation == message.incarnation:
@@ -174,22 +175,18 @@ class PulledLoads:
             case messages.Heartbeat() if not message.waits_for:
                 return replace(message, waits_for=self._pull_progress(message.name))
             case messages.WeightsLoadResult():
-                runner = self._runner_record(message.name)
+                runner = self._runners[message.name]
                 if message.error is None:
                     runner.served_version = message.version
                     self._delete_unused_folders()
                 if runner.pulled_version == message.version:
                     return replace(message, seconds=message.seconds + runner.pull_seconds)
             case messages.AdaptersLoadResult():
-                self._runner_record(message.name).served_adapters = dict(message.adapters)
+                self._runners[message.name].served_adapters = dict(message.adapters)
                 self._delete_unused_folders()
                 errors = [(name, version, self._errors.get((name, version), e)) for name, version, e in message.errors]
                 return replace(message, errors=errors)
         return message
-
-    def _runner_record(self, name: str) -> _Runner:
-        """Return the record of a runner, a new one if there is none."""
-        return self._runners.setdefault(name, _Runner())
 
     def _pull_progress(self, name: str) -> str:
         """Return the progress of the pulls that this runner waits for; empty if it waits for none."""
@@ -204,7 +201,6 @@ class PulledLoads:
         )
 
     def _delete_unused_folders(self) -> None:
-        """Delete the pulled folders that no runner serves or has to load."""
         runners = self._runners.values()
         versions = {self._newest_version} | {r.served_version for r in runners}
         versions |= {r.weights_order.version for r in runners if r.weights_order}

@@ -59,7 +59,7 @@ class _Period:
         self.waiting += load.waiting
         self.fill += load.share * load.running
         if load.kv_share >= ROOM:  # with a free cache, a change of weights is why the engine recomputes
-            self.recomputed += load.again
+            self.recomputed += load.recomputed
         self.all_taken |= all_taken
 
 

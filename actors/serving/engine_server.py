@@ -48,14 +48,13 @@ from trinity_es.actors.serving.http_server import (
     stop_serving,
     url_of,
 )
-from trinity_es.actors.serving.recorded_answer_frames import WANTED, Framed, find_response_id
+from trinity_es.actors.serving.recorded_answer_frames import RECORD_HEADER, Framed, find_response_id
 from trinity_es.actors.serving.request_limits import (
     CHATS,
     RESPONSES,
     ROUTES,
     check_recorded,
     checked_body,
-    is_allowed,
     json_bytes,
     with_defaults,
 )
@@ -105,14 +104,14 @@ class EngineServer:
     """
 
     def __init__(
-        self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1", port: int = 0,
+        self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1",
         defaults: Mapping[str, Any] | None = None, on_dead: Callable[[str], None] | None = None, exact: bool = False,
     ) -> None:
         self.id_routes = token_id_routes(engine) if exact else {}
         self.load = 0
         """Number of open requests."""
         self.engine, self.name, self.token = engine, name, token
-        self.address, self.port, self.on_dead = address, port, on_dead
+        self.address, self.on_dead = address, on_dead
         self.url = ""
         """URL such as `http://127.0.0.1:41234`; empty before the start."""
         self.no_session = _Session(Model(engine, defaults=defaults), keeps_answers=False)
@@ -127,7 +126,7 @@ class EngineServer:
     async def start(self) -> str:
         """Start serving and return the URL. Raises StartupError."""
         server = await asyncio.to_thread(make_server, self.answer)  # its imports take most of a second
-        listening = listen(self.address, self.port)
+        listening = listen(self.address, 0)
         self._server, self._serving = server, await start_serving(server, listening)
         self.url = url_of(listening)
         return self.url
@@ -171,7 +170,7 @@ class EngineServer:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         match = _SESSION.fullmatch(scope["path"])
         session_id, path = match.groups() if match else (None, scope["path"])
-        exchange = _Exchange(receive, send, path, framed=_WANTED in headers)
+        exchange = _Exchange(receive, send, path, framed=_RECORD_HEADER in headers)
         self.load += 1
         try:
             if scope["path"] == "/health":
@@ -204,15 +203,17 @@ class EngineServer:
         self, request: Request, session: _Session, path: str, exchange: _Exchange
     ) -> None:
         """Have the application answer a request; the session has its default sampling. Raises ApiError, EngineError."""
-        if not is_allowed(request.method, path):
-            raise no_route_error(request.method, path, _METHODS)
+        if ROUTES.get(path) != ("GET" if request.method == "HEAD" else request.method):
+            raise no_route_error(request.method, path, ROUTES)
         session.model.engine_error = None
         raw = await read_body(request)
-        body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
+        body, default_length, engine_only, adapter = dict[str, Any](), None, dict[str, Any](), ""
+        keeps_answers = session.keeps_answers
+        records_tokens = keeps_answers or exchange.framed
         if request.method == "POST":
-            keeps_answers, defaults = session.keeps_answers, session.model.defaults
-            body, longest, unsaid = with_defaults(path, checked_body(path, raw), defaults, with_ids=keeps_answers)
-            if keeps_answers or exchange.framed:
+            body, default_length, engine_only = with_defaults(
+                path, checked_body(path, raw), session.model.defaults, with_ids=keeps_answers)
+            if records_tokens:
                 check_recorded(path, body, len(raw))
             adapter = session.model.sampling.adapter
             model_name = body.get("model")
@@ -226,11 +227,11 @@ class EngineServer:
                                f"{served}", status=404, param="model", code=404)
             raw = json_bytes(body)
         record = RequestRecord(
-            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=partial(self._fail, session),
-            keeps_answers=session.keeps_answers, wanted=session.keeps_answers or exchange.framed, chat=path in CHATS,
-            adapter=adapter,
+            model=session.model, body=body, default_length=default_length, engine_only=engine_only,
+            failed_with=partial(self._fail, session), keeps_answers=keeps_answers, records_tokens=records_tokens,
+            chat=path in CHATS, adapter=adapter,
         )
-        if session.keeps_answers:
+        if keeps_answers:
             record.number = session.model.next_number()
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
@@ -279,8 +280,7 @@ class EngineServer:
 
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
 """Headers that are not forwarded. The server makes request ids itself, so that no two answers share one."""
-_WANTED = WANTED.encode()
-_METHODS = {path: method for method, path in ROUTES}
+_RECORD_HEADER = RECORD_HEADER.encode()
 
 
 class _Exchange:
@@ -410,10 +410,10 @@ class _Exchange:
             await self._send(message)
 
     def _store_answer(self) -> list[Experience] | None:
-        """Store and return the answer's experiences; None if the record does not want any. Raises EngineError."""
+        """Store and return the answer's experiences; None if none are to be recorded. Raises EngineError."""
         assert self._record is not None
         self._is_stored = True
-        if not self._record.wanted:
+        if not self._record.records_tokens:
             return None
         try:
             return self._record.experiences()

@@ -7,22 +7,17 @@ Starlette and uvicorn are imported in the functions, not here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import math
 import re
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextvars import Context
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
 from trinity_es.actors.serving.errors import ApiError, error_body
 from trinity_es.events.errors import StartupError
-from trinity_es.events.processes import raise_file_limit
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -31,35 +26,22 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = [
-    "BODY_LIMIT", "STOP_SECONDS", "Gone", "bearer_header", "json_response", "limited_http", "listen", "make_app",
-    "make_server", "no_route_error", "read_body", "run_until_disconnect", "server_class", "start_serving",
-    "stop_serving", "tls_options", "url_of",
+    "BODY_LIMIT", "STOP_SECONDS", "Gone", "bearer_header", "json_response", "listen", "make_app",
+    "make_server", "no_route_error", "read_body", "run_until_disconnect", "start_serving", "stop_serving",
+    "tls_options", "url_of",
 ]
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5
 """How long open connections may take to end when the server stops."""
-DATE_SECONDS = 10.0
-"""How long responses may repeat the same date header."""
 KEEP_ALIVE_SECONDS = 60
 """How long an idle connection is kept: much longer than clients keep it, because clients must close it first."""
 
 BODY_LIMIT = 32 * 2**20
 """Maximum size of a request's body in bytes. Ten million token ids do not fit, but no model takes so long a prompt."""
-MOST_CONNECTIONS = 16_384
-"""Maximum number of connections, lower if this process may open fewer files; further clients wait."""
-SPARE_FILES = 256
-"""Number of open files reserved for other uses: engines, the log, actors."""
-FULL_PAUSE_SECONDS = 0.05
-"""Interval between checks if another connection can be accepted."""
-IDLE_SECONDS = 1.0
-"""Idle time after which a connection is closed if other clients wait."""
-WARN_SECONDS = 60.0
-"""Minimum interval between two warnings that new clients wait."""
 BODY_SECONDS = 300.0
 """How long a request's body may take to arrive."""
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -67,10 +49,10 @@ class Gone(ApiError):
     """The client has disconnected before it got the answer."""
 
 
-async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
+async def read_body(request: Request) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError with status 413 if the body is larger than `limit` bytes (without reading it if Content-Length says
+    Raises ApiError with status 413 if the body is larger than `BODY_LIMIT` (without reading it if Content-Length says
     so), with status 408 if it does not arrive within `BODY_SECONDS`; Gone if the client disconnected.
     """
     from starlette.requests import ClientDisconnect
@@ -78,23 +60,22 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
-    if size <= limit:
+    if size <= BODY_LIMIT:
         size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        parts.clear()
-                        break
                     parts.append(part)
+                    size += len(part)
+                    if size > BODY_LIMIT:
+                        break
         except TimeoutError as e:
             raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s", status=408, code="body_too_slow") from e
         except ClientDisconnect as e:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
-    if size > limit:
-        known_size = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
-        raise ApiError(f"the body has {known_size}: the limit is {limit:,}", status=413, code="body_too_large")
+    if size > BODY_LIMIT:
+        known_size = f"{size:,} bytes" if declared else f"more than {BODY_LIMIT:,} bytes"
+        raise ApiError(f"the body has {known_size}: the limit is {BODY_LIMIT:,}", status=413, code="body_too_large")
     return b"".join(parts)
 
 
@@ -142,46 +123,6 @@ def tls_options(cert: str, key: str) -> dict[str, Any]:
     return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
-def limited_http() -> Any:
-    """Return a class for uvicorn's option `http`: idle connections close for waiting clients, and free old requests."""
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return "h11"
-
-    class Limited(HttpToolsProtocol):
-        _current_cycle: Any = None
-        """The request that is being answered; uvicorn's own `cycle` is the last request read."""
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            """Extend uvicorn's method: drop waiting requests, and mark the current one as disconnected."""
-            self._unset_keepalive_if_required()  # uvicorn leaves this timer after a reset of the connection
-            self.pipeline.clear()
-            if self._current_cycle is not None and not self._current_cycle.response_complete:
-                self._current_cycle.disconnected = True
-                self._current_cycle.message_event.set()
-            super().connection_lost(exc)
-
-        def on_response_complete(self) -> None:
-            # In an empty context, since a timer or task started here would keep this request's context in memory.
-            Context().run(super().on_response_complete)
-
-        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            """Extend uvicorn's method: while the server is full, close the connection after the answer."""
-            self._current_cycle = cycle
-            if getattr(self.server_state, "full", False):
-                cycle.keep_alive = False  # the answer's headers say so too
-            super()._start_asgi_task(cycle, app)
-
-        def give_way(self) -> None:
-            """Close this connection if it has been idle for IDLE_SECONDS."""
-            timer = self.timeout_keep_alive_task  # set while the connection is idle
-            if timer is not None and timer.when() - self.loop.time() < self.timeout_keep_alive - IDLE_SECONDS:
-                self.transport.close()
-
-    return Limited
-
-
 def no_route_error(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
     """Return the error for a request that matches none of these routes (path -> method). It names a similar route."""
     if path in routes:
@@ -210,94 +151,6 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     return app
 
 
-def most_connections(files: int) -> int:
-    """Return the maximum of connections for a process with `files` files; each may need a second one, to an engine."""
-    return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
-
-
-def server_class() -> Any:
-    """Return a class of uvicorn server that lets new clients wait while it has its maximum of connections.
-
-    asyncio's own server accepts connections until the process can open no file, even for requests, and logs each error.
-    """
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        arriving = 0
-        """Number of connections that are accepted but not handed to uvicorn yet."""
-        files = 0
-        """Maximum number of files that this process may open."""
-        limit = 0
-        """Maximum number of open connections."""
-
-        @property
-        def connection_count(self) -> int:
-            return len(self.server_state.connections) + self.arriving
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Extend uvicorn's method: accept the connections of each of these sockets in a task."""
-            for listening in sockets or ():
-                listening.setblocking(False)
-                listening.listen(self.config.backlog)
-            await super().startup(sockets=[])
-            self.files = raise_file_limit()
-            self.limit, self.warned_at = most_connections(self.files), -math.inf
-            self.accept_tasks = [asyncio.create_task(self.accept(listening)) for listening in sockets or ()]
-            self.serve_tasks: set[asyncio.Task[None]] = set()
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            for task in self.accept_tasks:
-                task.cancel()
-            await asyncio.gather(*self.accept_tasks, return_exceptions=True)
-            await super().shutdown(sockets)
-
-        async def accept(self, listening: socket.socket) -> None:
-            """Accept connections one after another, but none while `limit` connections are open."""
-            loop, state = asyncio.get_running_loop(), self.server_state
-            while True:
-                is_full = self.connection_count >= self.limit
-                state.full = is_full  # type: ignore[attr-defined]  # `Limited` reads it
-                if is_full:
-                    self.warn(f"{self.connection_count} connections are open, the most that {self.files} open files "
-                              "allow")
-                    for connection in list(state.connections):
-                        getattr(connection, "give_way", lambda: None)()  # h11's connections have no such method
-                    await asyncio.sleep(FULL_PAUSE_SECONDS)
-                    continue
-                try:
-                    client, _ = await loop.sock_accept(listening)
-                except OSError as e:
-                    self.warn(f"a connection could not be accepted ({e.strerror})")
-                    await asyncio.sleep(FULL_PAUSE_SECONDS)
-                    continue
-                self.arriving += 1
-                task = asyncio.create_task(self.serve_client(client))
-                self.serve_tasks.add(task)
-                task.add_done_callback(self.serve_tasks.discard)
-
-        async def serve_client(self, client: socket.socket) -> None:
-            """Do the TLS handshake of an accepted connection, and hand it to uvicorn."""
-
-            def protocol() -> Any:
-                return self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
-                    config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-
-            try:
-                await asyncio.get_running_loop().connect_accepted_socket(protocol, sock=client, ssl=self.config.ssl)
-            except OSError:  # the client left, or speaks no TLS
-                client.close()
-            finally:
-                self.arriving -= 1
-
-        def warn(self, why: str) -> None:
-            """Log why new clients wait, at most once in WARN_SECONDS."""
-            if (now := time.monotonic()) - self.warned_at >= WARN_SECONDS:
-                self.warned_at = now
-                _log.warning("%s: new clients wait; raise the limit of open files (ulimit -Hn, LimitNOFILE=)", why)
-
-    return Server
-
-
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     """Return a server of an ASGI application. Requests still open `stop_seconds` after `stop_serving` are cancelled.
 
@@ -305,28 +158,14 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     """
     import uvicorn
 
-    class Server(server_class()):  # type: ignore[misc]  # a class that a function returns
-        ending: asyncio.Event
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:  # the process handles its signals itself
-            yield
-
-        async def main_loop(self) -> None:
-            """Wait for `stop_serving`. uvicorn would check ten times a second: most of the work of an idle runner."""
-            while not await self.on_tick(0):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.ending.wait(), DATE_SECONDS)
+    from trinity_es.actors.serving.uvicorn_server import HTTP_PROTOCOL, EmbeddedServer
 
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
-        timeout_graceful_shutdown=stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        http=limited_http(), **tls,
+        timeout_graceful_shutdown=stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS, http=HTTP_PROTOCOL, **tls,
     )
     config.load()
-    server = Server(config)
-    server.ending = asyncio.Event()
-    return server
+    return EmbeddedServer(config)
 
 
 def stop_serving(server: Any) -> None:

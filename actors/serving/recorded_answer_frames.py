@@ -1,7 +1,7 @@
 """Frames that carry an answer together with its record, from an engine's server to the proxy of mode `serve`.
 
-The proxy requests frames by the header `WANTED`, and the answer has this header too. The body of such an answer is a
-sequence of frames. A frame is its kind (1 byte), the length of its data (8 bytes, big-endian), and the data.
+The proxy requests frames by the header `RECORD_HEADER`, and the answer has this header too. The body of such an answer
+is a sequence of frames. A frame is its kind (1 byte), the length of its data (8 bytes, big-endian), and the data.
 
 | kind | data |
 |---|---|
@@ -21,9 +21,9 @@ import orjson
 from trinity_es.actors.serving.request_record import RequestRecord
 from trinity_es.events.experience import Experience
 
-__all__ = ["WANTED", "Framed", "Record", "find_response_id", "parse_record", "read_frames"]
+__all__ = ["RECORD_HEADER", "Framed", "Record", "find_response_id", "parse_record", "read_frames"]
 
-WANTED = "x-trinity-record"
+RECORD_HEADER = "x-trinity-record"
 """Header of a request for an answer in frames, and of an answer in frames."""
 _HEADER_BYTES = 9
 """Size of a frame's kind and length."""
@@ -56,10 +56,10 @@ class Framed:
         self._send = send
 
     async def __call__(self, message: Any) -> None:
-        """Send an application's message: the headers with WANTED added, or a part of the body as a frame."""
+        """Send an application's message: the headers with RECORD_HEADER added, or a part of the body as a frame."""
         if message["type"] == "http.response.start":
             headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
-            await self._send({**message, "headers": [*headers, (WANTED.encode(), b"1")]})
+            await self._send({**message, "headers": [*headers, (RECORD_HEADER.encode(), b"1")]})
         else:
             await self._send({**message, "body": _frame(b"b", message.get("body", b""))})
 
@@ -67,7 +67,7 @@ class Framed:
     def record_data(record: RequestRecord, experiences: list[Experience], response_id: str) -> bytes:
         """Return the data of a record's frame: length of the `Record` as JSON, the JSON, serialized experiences."""
         calls = record.generations
-        versions = [call.before for call in calls]
+        versions = [call.model_version for call in calls]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
         answers = [completion for call in calls for completion in call.completions or ()]
         indexes = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]

@@ -18,8 +18,8 @@ from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.json_values import NotPlain, plain
 
 __all__ = [
-    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "check_recorded", "checked_body", "is_allowed",
-    "json_bytes", "with_defaults",
+    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "check_recorded", "checked_body", "json_bytes",
+    "with_defaults",
 ]
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -28,20 +28,14 @@ CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
 """Routes whose prompt is rendered from messages."""
 MOST_RECORDED_BYTES = 2**27
 """Maximum of a request's bytes times its `n`, since each answer is recorded with the prompt, as text and as ids."""
-_GET_ROUTES = frozenset({"/v1/models", "/version", "/load", "/ping"})
-_POST_ROUTES = frozenset({
-    CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES,
-    "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
-})
-ROUTES = [*(("GET", path) for path in sorted(_GET_ROUTES)), *(("POST", path) for path in sorted(_POST_ROUTES))]
-"""Routes of an engine's server that clients may use: (method, path)."""
-
-
-def is_allowed(method: str, path: str) -> bool:
-    """Return True for a route that clients may use. None of these changes the engine or the requests of others."""
-    if method in ("GET", "HEAD"):
-        return path in _GET_ROUTES
-    return method == "POST" and path in _POST_ROUTES
+ROUTES = {
+    **dict.fromkeys(("/v1/models", "/version", "/load", "/ping"), "GET"),
+    **dict.fromkeys((
+        CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES, "/v1/messages/count_tokens", "/tokenize",
+        "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
+    ), "POST"),
+}
+"""Routes of an engine's server that clients may use (path -> method). None changes the engine or others' requests."""
 
 
 def checked_body(path: str, raw: bytes) -> dict[str, Any]:
@@ -49,12 +43,10 @@ def checked_body(path: str, raw: bytes) -> dict[str, Any]:
     body = json_object(raw)
     body.pop("request_id", None)  # the request's id is made here, so that no two answers share one
     sampling = _sampling_of(path, body)
-    for name, limit in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
-                       ("min_tokens", MOST_TOKENS)):
+    for name, limit in _LIMITS.items():
         value = sampling.get(name)
         if _number(value) > limit:
-            raise ApiError(f"{name} is {excerpt(value)}: the limit is {limit:,}", param=name,
-                           code="invalid_value")
+            raise ApiError(f"{name} is {excerpt(value)}: the limit is {limit:,}", param=name, code="invalid_value")
     for part in (body, sampling):
         for name in _SCHEMAS & part.keys():
             if problem := exceeded_limit({name: part[name]}):
@@ -163,6 +155,7 @@ _NO_FIELD = {
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_LIMITS = {"n": MOST_ANSWERS, "best_of": MOST_ANSWERS, **dict.fromkeys((*_LENGTHS, "min_tokens"), MOST_TOKENS)}
 _SCHEMAS = frozenset({
     "response_format", "structured_outputs", "structural_tag", "text", "tools", "functions", "output_format",
     "output_config",

@@ -33,11 +33,11 @@ class RequestRecord:
     failed_with: Callable[[EngineError], None]
     keeps_answers: bool
     """True if the model keeps the answers as experiences."""
-    wanted: bool = True
+    records_tokens: bool = True
     chat: bool
     """True if the prompt is rendered from messages by the chat template."""
-    longest: int | None = None
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    default_length: int | None = None
+    engine_only: Mapping[str, Any] = field(default_factory=dict)
     adapter: str = ""
     number: int = 0
     """Number of the request in its run."""
@@ -49,7 +49,7 @@ class RequestRecord:
     @property
     def sampling(self) -> Sampling:
         """Sampling of a request that sets no sampling fields."""
-        return Sampling(adapter=self.adapter, max_tokens=self.longest or Sampling().max_tokens)
+        return Sampling(adapter=self.adapter, max_tokens=self.default_length or Sampling().max_tokens)
 
     @property
     def text(self) -> str | None:
@@ -57,7 +57,6 @@ class RequestRecord:
         return prompt if isinstance(prompt, str) else None
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the prompt's token ids: sampled ids for earlier answers in it, those of `ids` for the rest."""
         if not (self.chat and self.keeps_answers):
             return ids
         text = rendered()
@@ -79,16 +78,13 @@ class RequestRecord:
             yield from self.model.earlier_prompts(messages, parse_tools(self.body), template_variables(self.body))
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Record that a call to the engine begins. The caller sets `completions` of the returned object."""
-        before = self.model.engine.model_version
-        generation = Generation(text=text, sampling=sampling, further=further, before=before)
-        self.generations.append(generation)
-        return generation
+        version = self.model.engine.model_version
+        self.generations.append(Generation(text=text, sampling=sampling, further=further, model_version=version))
+        return self.generations[-1]
 
     def begin_journaled_call(
         self, ids: list[int], sampling: Sampling, further: Mapping[str, Any], forbids: str
     ) -> JournaledCall | None:
-        """Begin a call in the run's journal and return it; None without a journal."""
         model = self.model
         if model.journal is None:
             return None
@@ -113,9 +109,9 @@ class RequestRecord:
         messages = self.body.get("messages") if self.chat else None
         for call in self.generations:
             for completion, experience in self.model.with_experiences(
-                call.completions or [], call.before, call.text, call.sampling
+                call.completions or [], call.model_version, call.text, call.sampling
             ):
-                experience.info["model_version"] = call.before
+                experience.info["model_version"] = call.model_version
                 if call.further:
                     experience.info["further_sampling"] = call.further
                 experience.eid.step = self.number

@@ -83,7 +83,6 @@ class _SmallServer:
 
     # --- routes that need no engine -----------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """Answer with the list of models: the model itself, and each of its adapters."""
         model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
                  "root": self.name, "parent": None, "max_model_len": getattr(self.engine, "max_model_len", None)}
         names = sorted(getattr(self.engine, "adapters", ()))
@@ -114,7 +113,6 @@ class _SmallServer:
 
     # --- routes that call the engine ----------------------------------------------------------------------------------
     async def chat(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        """Answer a chat, as OpenAI's route does."""
         logprobs = body.get("logprobs") or False
         if logprobs not in (True, False):
             raise invalid_field("logprobs", logprobs, "true or false")
@@ -128,7 +126,6 @@ class _SmallServer:
         return await self._respond(record, [prompt], answer)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        """Continue one or several prompts, as OpenAI's route does."""
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
             raise invalid_field("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: how many of the "
@@ -138,7 +135,6 @@ class _SmallServer:
         return await self._respond(record, parse_prompts(body.get("prompt")), answer)
 
     async def generate(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        """Answer token ids with token ids, as vLLM's route does."""
         params = body.get("sampling_params") or {}
         check_fields(params)
         ids = parse_ids("token_ids", body.get("token_ids"))
@@ -183,7 +179,6 @@ class _SmallServer:
         )
 
     async def _respond(self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer) -> Response:
-        """Generate completions for the prompts, and return the answer whole or as a stream."""
         if answer.stream:
             return await _streaming_response(self._chunks(record, prompts, answer))
         return json_response(answer.whole(await self._generate_all(record, prompts, answer.sampling)))
@@ -305,11 +300,9 @@ class _Answer:
         return {"finish_reason": c.finish_reason or None, "logprobs": logprobs, **ids}
 
     def _token_name(self, token: int) -> str:
-        """Return a token's name in logprobs: its text, or `token_id:N` if the request wants that."""
         return f"token_id:{token}" if self._named_by_id else self._tokenizer.decode([token])
 
     def _logprobs(self, c: Completion, offset: int) -> dict[str, Any]:
-        """Return the `logprobs` of a choice, in the form of its route."""
         if self._is_chat:
             return {"refusal": None, "content": [
                 {**self._token(t, p), "top_logprobs": [self._token(*other) for other in row]} for t, p, row in _rows(c)
@@ -325,7 +318,6 @@ class _Answer:
                 "top_logprobs": top, "text_offset": offsets}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return a token with its logprob in the form of a chat's `logprobs`."""
         text = self._tokenizer.decode([token])
         return {"token": self._token_name(token), "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(text.encode())}
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling_checks import SHARED, excerpt, with_options
+from trinity_es.actors.engines.sampling_checks import SHARED_FIELDS, excerpt, with_options
 from trinity_es.actors.serving.errors import ApiError, invalid_field
 from trinity_es.events.errors import DataError
 
@@ -48,7 +48,7 @@ def parse_sampling(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -
 
     `lengths`: names of the request's fields for the maximum number of tokens; the first that is set counts.
     """
-    for name in (*SHARED, "top_k", "stop"):
+    for name in (*SHARED_FIELDS, "top_k", "stop"):
         if body.get(name) is not None:
             sampling = with_values(sampling, {name: body[name]}, name)
     for name in reversed(lengths):
@@ -143,7 +143,6 @@ def _message(source: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed if they are JSON."""
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(orjson.JSONDecodeError):  # a model may write other text, which stays as it is

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from trinity_es.actors.engines.interface import Completion, Engine, Sampling
+from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.engines.sampling_checks import checked_prompt, with_options
 from trinity_es.events.errors import DataError
 
@@ -25,18 +25,14 @@ def token_id_routes(engine: Engine) -> dict[str, JsonHandler]:
     async def generate(body: dict[str, Any]) -> dict[str, Any]:
         sampling = with_options(Sampling(), body["sampling"], DataError, "the request")
         completions = await engine.generate(checked_prompt(body["prompt"], DataError), sampling)
-        return {"completions": [_completion_json(c) for c in completions]}
+        return {"completions": [{
+            "prompt_token_ids": list(c.prompt_token_ids), "token_ids": list(c.token_ids), "text": c.text,
+            "logprobs": None if c.logprobs is None else [float(p) for p in c.logprobs],
+            "finish_reason": c.finish_reason, "top_logprobs": c.top_logprobs,
+        } for c in completions]}
 
     async def logprobs(body: dict[str, Any]) -> dict[str, Any]:
         ids = checked_prompt(body["token_ids"], DataError)
         return {"logprobs": await engine.logprobs(ids, temperature=body["temperature"])}
 
     return {"/engine/generate": generate, "/engine/logprobs": logprobs}
-
-
-def _completion_json(c: Completion) -> dict[str, Any]:
-    return {
-        "prompt_token_ids": list(c.prompt_token_ids), "token_ids": list(c.token_ids), "text": c.text,
-        "logprobs": None if c.logprobs is None else [float(p) for p in c.logprobs],
-        "finish_reason": c.finish_reason, "top_logprobs": c.top_logprobs,
-    }

@@ -105,8 +105,8 @@ def test_a_conversation_may_fill_the_context_to_its_last_token_and_not_beyond(pr
     asked: list[Any] = []
     params = SimpleNamespace(n=1, max_tokens=5)
     engine: Any = SimpleNamespace(max_model_len=8, outputs=lambda ids, params, *_, **__: asked.append(params))
-    record: Any = SimpleNamespace(exact_prompt=lambda _, ids: list(range(prompt)), unsaid={}, longest=4, wanted=False,
-                                  adapter="")
+    record: Any = SimpleNamespace(exact_prompt=lambda _, ids: list(range(prompt)), engine_only={},
+                                  default_length=4, records_tokens=False, adapter="")
     client = _RecordingClient(engine, None, lambda: record)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(

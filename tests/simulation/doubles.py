@@ -341,7 +341,7 @@ class SimWatch:
 _coordinator_jobs = {
     "os": SimOs, "PipelineThread": SimJobs, "patient": lambda store, *_, **__: store,
     "threading": SimpleNamespace(Event=Event),
-    "RequestsInHand": lambda *_: RequestsInHand(), "StoreWatch": lambda *_: None,
+    "RequestsInHand": lambda *_: RequestsInHand(), "watch_store": lambda *_: None,
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (trinity_es.actors.base, {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from trinity_es.actors.server_addresses import is_loopback
-from trinity_es.actors.serving.http_server import limited_http, listen, server_class, tls_options, url_of
+from trinity_es.actors.serving.http_server import listen, tls_options, url_of
 from trinity_es.events.errors import ConfigError
 
 __all__ = ["Dashboard", "token_for"]
@@ -46,6 +46,7 @@ class Dashboard:
     ) -> None:
         import uvicorn
 
+        from trinity_es.actors.serving.uvicorn_server import HTTP_PROTOCOL, CappedServer
         from trinity_es.dashboard.app import create_app
 
         self.token = token_for(address, token, no_token=no_token)
@@ -60,9 +61,9 @@ class Dashboard:
             cookie=f"trinity_es_{self._socket.getsockname()[1]}",  # as browsers share cookies of all ports
             is_closing=lambda: self._server.should_exit,
         )
-        self._server = server_class()(uvicorn.Config(
+        self._server = CappedServer(uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=3, server_header=False,
-            proxy_headers=False, http=limited_http(), **tls,
+            proxy_headers=False, http=HTTP_PROTOCOL, **tls,
         ))
 
     @property

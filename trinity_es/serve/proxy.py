@@ -42,7 +42,7 @@ from trinity_es.actors.serving.http_server import (
     tls_options,
     url_of,
 )
-from trinity_es.actors.serving.recorded_answer_frames import WANTED, parse_record, read_frames
+from trinity_es.actors.serving.recorded_answer_frames import RECORD_HEADER, parse_record, read_frames
 from trinity_es.actors.serving.request_limits import ROUTES, json_bytes
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
@@ -185,7 +185,8 @@ class Proxy:
         """Yield (path, method, handler) of each route. All routes but /health check the key."""
         yield "/health", "GET", self._health
         for path, method, handler in (
-            *((path, method, self._generate if method == "POST" else self._forward_get) for method, path in ROUTES),
+            *((path, method, self._generate if method == "POST" else self._forward_get)
+              for path, method in ROUTES.items()),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
@@ -306,7 +307,7 @@ class Proxy:
         body = read_object(raw)
         json_bytes(body)
         earlier_keys, own_keys = conversation_keys(body, request.headers.get("x-session-id"))
-        headers = {**self._headers, "content-type": "application/json", WANTED: "1"}
+        headers = {**self._headers, "content-type": "application/json", RECORD_HEADER: "1"}
 
         async def ask(engine: Backend) -> Response:
             # No limit on the answer's size, because the runner has limited it.
@@ -317,7 +318,7 @@ class Proxy:
             streaming = False
             try:
                 answer, status = read_frames(response.aiter_raw()), response.status_code
-                if WANTED not in response.headers:
+                if RECORD_HEADER not in response.headers:
                     raise EngineFailed("the engine's server did not answer like a runner's: it may be another program")
                 if _is_engine_failure(status):
                     raise EngineFailed(error_message(b"".join([part async for kind, part in answer if kind == "b"])))

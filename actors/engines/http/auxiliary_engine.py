@@ -54,13 +54,14 @@ class RemoteEngine:
 
     def endpoint(self, task: str | None) -> Endpoint:
         """Return the OpenAI endpoint of the task's engine. Raises WorkflowError while no engine is ready."""
-        engine = self.pool.choose(_keys(task))
+        keys = [] if task is None else [task]
+        engine = self.pool.choose(keys)
         if engine is None:
             raise WorkflowError(
                 f"no engine of the auxiliary model {self.name!r} is ready, and an OpenAI client can't wait for "
                 "one: try again later, or use the model's chat or generate, which wait"
             )
-        self.pool.remember(_keys(task), engine)
+        self.pool.remember(keys, engine)
         return Endpoint(f"{engine.endpoint}/v1", self.token, self.name)
 
     async def start(self) -> None:
@@ -85,11 +86,9 @@ class RemoteEngine:
         answer = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, max_bytes)
         return [Completion(**c) for c in answer["completions"]]
 
-    async def stream(
-        self, prompt: str | list[int], sampling: Sampling, task: str | None = None
-    ) -> AsyncGenerator[Completion, None]:
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion, None]:
         """Yield the whole answer of `generate` as one part."""
-        [whole] = await self.generate(prompt, replace(sampling, n=1), task)
+        [whole] = await self.generate(prompt, replace(sampling, n=1))
         yield whole
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, task: str | None = None) -> list[float]:
@@ -105,11 +104,10 @@ class RemoteEngine:
             self._http = http_client(
                 headers={"authorization": f"Bearer {self.token}"}, connect=CONNECT_SECONDS, transport=self._transport
             )
-        http = self._http
+        http, keys = self._http, [] if task is None else [task]  # without a task any engine may get it
 
         async def ask(engine: Backend) -> dict[str, Any]:
-            """Return this engine's answer, and note the load and model version in it."""
-            self.pool.remember(_keys(task), engine)
+            self.pool.remember(keys, engine)
             url = f"{engine.endpoint}/engine/{route}"
             answer = await http.post(url, content=data, extensions=size_limit(max_bytes))
             result = self._read_result(answer, engine.runner)
@@ -119,7 +117,7 @@ class RemoteEngine:
             return result
 
         try:
-            return await self.pool.ask(ask, _keys(task))
+            return await self.pool.ask(ask, keys)
         except NoEngine as e:  # this request may have killed them: fail its attempt, since attempts are limited
             raise EngineError(
                 f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this request ({e})"
@@ -141,11 +139,6 @@ class RemoteEngine:
             details = {} if status == 500 else {"refused": True}
             raise EngineError(message, **details)
         raise EngineError(f"{runner} of the auxiliary model {self.name!r} answered {status}: {message}")
-
-
-def _keys(task: str | None) -> list[str]:
-    """Return the pool's keys for requests of a task; [] for a request without a task, which any engine may get."""
-    return [] if task is None else [task]
 
 
 def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:

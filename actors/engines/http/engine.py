@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 
 from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary_size
 from trinity_es.actors.engines.http import vllm_requests
-from trinity_es.actors.engines.http.server_load import LoadReport
-from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, is_refused
+from trinity_es.actors.engines.http.server_load import report_load
+from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, TOKEN_ROUTES, ServerGone, VLLMServer, is_refused
 from trinity_es.actors.engines.http.vllm_requests import Answer, TextCutter
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Sampling, Tokenizer
@@ -188,7 +188,7 @@ class HTTPEngine(ServerWeights):
     # --- supervision ------------------------------------------------------------------------------------------------
     async def _watch(self) -> None:
         """Check the server every WATCH_SECONDS. End the engine if the server ended or its identity changed."""
-        heard_at, refusals, load = time.monotonic(), 0, LoadReport(self.server, self.on_load)
+        heard_at, refusals, report = time.monotonic(), 0, self.on_load
         while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
@@ -197,7 +197,8 @@ class HTTPEngine(ServerWeights):
                     problem = EngineError(defect, dead=True)
                 await self._check_identity()  # does nothing while the weights change
                 await self._update_waits()
-                await load.poll()
+                if report is not None and not await report_load(self.server, report):
+                    report = None
             except Exception as e:
                 problem = problem or e
             if problem is None or self._is_restarting:  # `_restart` watches a restart
@@ -214,7 +215,8 @@ class HTTPEngine(ServerWeights):
     async def _update_waits(self) -> None:
         """Update `waits_for` and `runs_wait`. The pause of this engine's own change of weights does not count."""
         url, may_pause = self.server.url, self._server_facts().loads_weights and not self._is_changing
-        is_paused = may_pause and await self.server.rejects() and not self._is_changing  # a change may have begun since
+        # `_is_changing` again, since a change may have begun meanwhile
+        is_paused = may_pause and await self.server.reports_pause() and not self._is_changing
         end_of_pause = f"the end of a pause of {url} (by a POST /pause there): POST {url}/resume ends it"
         self.runs_wait = f"its requests wait for {end_of_pause}" if is_paused else ""
         if not self._is_restarting:
@@ -269,13 +271,12 @@ class HTTPEngine(ServerWeights):
             if isinstance(e, ServerGone) and status is None:  # `_watch` decides about a silent server
                 return False
             works = self._last_answer_at > begun_at - sum(BUSY_SECONDS) or self.server.has_request_since(begun_at)
-            if status in BUSY and (works or await self.server.rejects()):
+            if status in BUSY and (works or await self.server.reports_pause()):
                 return False
             self._die(f"it fails a request that it answered at first: {e}")
         return True
 
     async def _pause_after_failure(self) -> None:
-        """Count a failed request and pause. Each further failure in a row doubles the pause."""
         self._failure_count += 1
         first, longest = FAILURE_PAUSE_SECONDS
         await self._unless_dead(asyncio.sleep(min(longest, first * 2.0 ** min(self._failure_count - 1, 10))))
@@ -302,7 +303,6 @@ class HTTPEngine(ServerWeights):
         return await self._send(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         sampling = replace(sampling, n=1)
         ids = await self._prompt_ids(prompt)
         self._check_logprobs(sampling)
@@ -368,7 +368,7 @@ class HTTPEngine(ServerWeights):
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
         spans = facts.labels_tokens
         body = vllm_requests.request_body(ids, sampling, spans=spans, model=facts.model, room=room, **more)
-        return vllm_requests.request_path(spans), body, vllm_requests.max_answer_bytes(body, self._vocabulary)
+        return TOKEN_ROUTES[0 if spans else 1], body, vllm_requests.max_answer_bytes(body, self._vocabulary)
 
     def _parse(self, response: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return vllm_requests.parse_answers(
@@ -412,14 +412,13 @@ class HTTPEngine(ServerWeights):
             self._open_requests -= 1
 
     async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._require_alive()
         remedy = f"start {self.server.url} with a larger --max-model-len"
         return await prompt_ids(self.tokenizer, prompt, self.max_model_len or 0, remedy)
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _version_spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
-        """Return `(version, start, end)` over a whole answer; `version` without labels. Raises EngineError."""
+        """Return which weights generated which tokens, as `(version, start, end)`; without labels `version` did all."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
         if not self._server_facts().labels_tokens:

@@ -11,7 +11,7 @@ from trinity_es.actors.engines.http.vllm_api import VLLMServer
 from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LoadReport", "parse_load"]
+__all__ = ["parse_load", "report_load"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def parse_load(text: str) -> EngineLoad | None:
     """Return the load of all engines of a server from its Prometheus text; None if a gauge is missing.
 
     Servers do not report how many requests they can run at most, so a server with waiting requests counts as full.
-    `again` is 0, since servers count no recomputed tokens.
+    `recomputed` is 0, since servers count no recomputed tokens.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -45,29 +45,22 @@ def parse_load(text: str) -> EngineLoad | None:
         return None
     running, waiting = (int(sum(part)) for part in values[:2])
     return EngineLoad(
-        running=running, waiting=waiting, again=0, kv_share=min(1.0, sum(values[2]) / len(values[2])),
+        running=running, waiting=waiting, recomputed=0, kv_share=min(1.0, sum(values[2]) / len(values[2])),
         most_running=max(running, 1) if waiting else sys.maxsize,
     )
 
 
-class LoadReport:
-    """Reader of the load of one server, which passes it to `report`. If `report` is None, it asks nothing."""
-
-    def __init__(self, server: VLLMServer, report: Callable[[EngineLoad], None] | None) -> None:
-        self._server, self._report = server, report
-
-    async def poll(self) -> None:
-        """Read and report the load once. If the gauges are missing, log that and stop; ignore a missing answer."""
-        if self._report is None:
-            return
-        try:
-            text = await self._server.metrics(LOAD_SECONDS)
-        except EngineError:
-            return
-        load = parse_load(text)
-        if load is None:
-            _log.warning("%s/metrics lacks the gauges of its load, so max_concurrency: auto keeps its number of places",
-                         self._server.url)
-            self._report = None
-        elif load.running:  # otherwise it is idle, or paused
-            self._report(load)
+async def report_load(server: VLLMServer, report: Callable[[EngineLoad], None]) -> bool:
+    """Read a server's load and report it, if it answers. Return False, and log a warning, if the gauges are missing."""
+    try:
+        text = await server.metrics(LOAD_SECONDS)
+    except EngineError:
+        return True
+    load = parse_load(text)
+    if load is None:
+        _log.warning("%s/metrics lacks the gauges of its load, so max_concurrency: auto keeps its number of places",
+                     server.url)
+        return False
+    if load.running:  # otherwise it is idle, or paused
+        report(load)
+    return True

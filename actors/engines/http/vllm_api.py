@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import httpx
 
 __all__ = [
-    "ASKED", "BUSY", "BUSY_SECONDS", "DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer", "is_refused",
+    "BUSY", "BUSY_SECONDS", "DEV_MODE", "TOKEN_ROUTES", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer",
+    "is_refused",
 ]
 
 _T = TypeVar("_T")
@@ -40,7 +41,7 @@ UNLABELLED = "default"
 """vLLM's label of weights that were never labelled."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 
-ASKED = "/inference/v1/generate", "/v1/completions"
+TOKEN_ROUTES = "/inference/v1/generate", "/v1/completions"
 """Routes that generate tokens: the one that takes token ids, and the one that every version has."""
 
 
@@ -126,15 +127,12 @@ class VLLMServer:
                     )
             except (httpx.HTTPError, TimeoutError) as e:
                 if not (may_retry and isinstance(e, connection_lost)):
-                    raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_error_text(e))})") from e
+                    raise ServerGone(f"{self.url} does not answer ({self._without_key(_error_text(e))})") from e
         raise AssertionError
 
-    async def ask(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, max_bytes: int = MAX_BYTES,
-        **params: str,
-    ) -> Any:
-        """Send a request and return the JSON of a successful answer. Raises EngineError for an error."""
-        answer = await self.request(method, path, body, seconds=seconds, max_bytes=max_bytes, **params)
+    async def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
+        """Send a request and return its answer's JSON. `more`: as for `request`. Raises EngineError for an error."""
+        answer = await self.request(method, path, body, **more)
         self._raise_for_status(answer, path)
         value = self._parse(answer, lambda value: value) if answer.content else None
         # The body of a status 200 may still report a failure, of the request or of a worker.
@@ -142,7 +140,7 @@ class VLLMServer:
         for part in (value, *(results if isinstance(results, list) else ())):
             if isinstance(part, dict) and (part.get("error") or part.get("success") is False):
                 raise EngineError(f"{self.url}{path} failed with status {answer.status_code}, see the server's log: "
-                                  f"{self.scrubbed(_short_message(answer.text))}")
+                                  f"{self._without_key(_short_message(answer.text))}")
         return value
 
     async def tokens(self, path: str, body: Any, max_bytes: int) -> Any:
@@ -157,7 +155,6 @@ class VLLMServer:
 
     @contextlib.contextmanager
     def _count_open(self) -> Iterator[None]:
-        """Count a request for tokens as open within this context."""
         request = object()
         self._start_times[request] = time.monotonic()
         try:
@@ -195,8 +192,8 @@ class VLLMServer:
         """Wait until a rejected request may be sent again. Raises `error` if it must not, or no pause is left."""
         if error.details.get("status") not in BUSY:
             raise error
-        if await self.rejects():
-            while await self.rejects():
+        if await self.reports_pause():
+            while await self.reports_pause():
                 await asyncio.sleep(BUSY_SECONDS[0])
             return
         pause = next(pauses, None)
@@ -218,19 +215,19 @@ class VLLMServer:
                         continue
                     event: dict[str, Any] = json.loads(line[6:])
                     if "error" in event:
-                        raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
+                        raise EngineError(f"{self.url} failed: {self._without_key(str(event['error'])[:300])}")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
             raise EngineError(f"{self.url}{path} sent no stream of vLLM's: check that it is a vLLM server") from e
         except httpx.HTTPError as e:
-            raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_error_text(e))})") from e
+            raise ServerGone(f"{self.url} does not answer ({self._without_key(_error_text(e))})") from e
 
     def _parse(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
         """Return `pick(body)` for the answer's JSON body. Raises EngineError if it is not JSON or `pick` fails."""
         try:
             return pick(json.loads(answer.content))
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-            text = self.scrubbed(_short_message(answer.text))
+            text = self._without_key(_short_message(answer.text))
             raise EngineError(f"{answer.request.url} gave an answer that is not in the format of vLLM: {text!r}") from e
 
     def _raise_for_status(self, answer: httpx.Response, path: str) -> None:
@@ -238,24 +235,23 @@ class VLLMServer:
         status = answer.status_code
         if status < 300:
             return
-        detail = self.scrubbed(_short_message(answer.text))
+        detail = self._without_key(_short_message(answer.text))
         if status == 401:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
             refusal = f"refuses the key in {variable} (401): put the right one there" if self._key else (
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
             raise EngineError(f"{self.url} {refusal}, and start the system again", status=status)
         error_class = ServerGone if status in (429, 502, 503, 504) else EngineError
-        by_vllm = path in ASKED and status in (400, 413, 422) and _vllm_message(answer.text) is not None
+        by_vllm = path in TOKEN_ROUTES and status in (400, 413, 422) and _vllm_message(answer.text) is not None
         details = {"refused": True} if by_vllm else {}
-        target = self.scrubbed(answer.headers.get("location", "")[:300])
+        target = self._without_key(answer.headers.get("location", "")[:300])
         if target:
             detail = f", which redirects to {target}: give the URL of the server itself"
         elif detail:
             detail = f": {detail}"
         raise error_class(f"{self.url}{path} answered {status}{detail}", status=status, **details)
 
-    def scrubbed(self, text: str) -> str:
-        """Return a text with the server's key replaced by ***."""
+    def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
 
     # --- identity and abilities -------------------------------------------------------------------------------------
@@ -280,7 +276,7 @@ class VLLMServer:
         with contextlib.suppress(EngineError, KeyError, TypeError):
             version = str((await self.ask("GET", "/version", seconds=STATUS_SECONDS))["version"])
         # The route answers an invalid body with 400; 403 means that the route is disabled, 404 an older version.
-        probe = await self.request("POST", "/inference/v1/generate", {}, seconds=STATUS_SECONDS)
+        probe = await self.request("POST", TOKEN_ROUTES[0], {}, seconds=STATUS_SECONDS)
         label = await self.label()
         config: dict[str, Any] = {}
         if label is not None:
@@ -339,7 +335,7 @@ class VLLMServer:
         self._raise_for_status(answer, "/is_paused")
         return self._parse(answer, lambda body: bool(body["is_paused"]))
 
-    async def rejects(self) -> bool:
+    async def reports_pause(self) -> bool:
         """Return True if the server reports a pause; False if it reports none, or can't be asked.
 
         In a pause of mode abort or wait vLLM 0.33 answers requests with 503; older releases hold them back.

@@ -14,14 +14,13 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.http.client import largest_answer
-from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.sampling_checks import SHARED, logprob_at_temperature
+from trinity_es.actors.engines.sampling_checks import SHARED_FIELDS, logprob_at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = [
     "UNREADABLE", "VERSION_HINT", "Answer", "TextCutter", "is_plain", "max_answer_bytes", "parse_answers",
-    "prompt_logprobs", "request_body", "request_path",
+    "prompt_logprobs", "request_body",
 ]
 
 _FLOOR = -9999.0
@@ -54,11 +53,6 @@ class Answer:
         )
 
 
-def request_path(spans: bool) -> str:
-    """Return the path for requests. `spans`: the server has the route that takes token ids and labels tokens."""
-    return ASKED[0 if spans else 1]
-
-
 def is_plain(s: Sampling) -> bool:
     """Return True if this sampling draws tokens from the model's unchanged distribution, or greedily."""
     return (
@@ -72,11 +66,11 @@ def request_body(
     ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
     prompt_logprobs: int | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON of a request to `request_path(spans)`.
+    """Return the JSON of a request. `spans`: it goes to the route that takes token ids and labels tokens.
 
     `room`: number of tokens left in the context; `prompt_logprobs`: vLLM's field of this name.
     """
-    params: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED_FIELDS}
     params |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
     if sampling.logprobs:
         params["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
@@ -195,10 +189,6 @@ def _logprob(value: Any, above: float = -math.inf) -> float:
     return logprob
 
 
-def _sampled_logprob(value: Any) -> float:
-    return _logprob(value, above=_FLOOR)
-
-
 Rows = list[tuple[float, list[tuple[int, float]]]]
 """For each token its own logprob, and the likeliest tokens with their logprobs."""
 
@@ -212,7 +202,7 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
         if int(row["token_id"]) != token:
             raise ValueError(f"the answer has a logprob of token {row['token_id']} for the token {token}")
         top = {int(item["token_id"]): _logprob(item["logprob"]) for item in row.get("top_logprobs") or ()}
-        rows.append((_sampled_logprob(row["logprob"]), list(top.items())))
+        rows.append((_logprob(row["logprob"], above=_FLOOR), list(top.items())))
     return rows
 
 
@@ -226,7 +216,8 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     for token, name, logprob, top in zip(ids, *columns, strict=True):
         if _token_id(name) != token:
             raise ValueError(f"the answer has a logprob of {name} for the token {token}")
-        rows.append((_sampled_logprob(logprob), [(_token_id(n), _logprob(v)) for n, v in (top or {}).items()]))
+        likeliest = [(_token_id(n), _logprob(v)) for n, v in (top or {}).items()]
+        rows.append((_logprob(logprob, above=_FLOOR), likeliest))
     return rows
 
 

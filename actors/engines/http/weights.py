@@ -14,7 +14,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -45,6 +45,8 @@ class ServerWeights:
     model_version: int
     version: str
     dead: str | None
+    _require_alive: Callable[[], None]
+    _die: Callable[[str], None]
 
     def __init__(self, config: EngineConfig, server: VLLMServer) -> None:
         self.config, self.server = config, server
@@ -80,12 +82,6 @@ class ServerWeights:
         self._open_requests = 0
         self._changes: set[asyncio.Task[None]] = set()
         self._died = asyncio.Event()
-
-    def _require_alive(self) -> None:
-        raise NotImplementedError
-
-    def _die(self, reason: str) -> None:
-        raise NotImplementedError
 
     async def _unless_dead(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a call. Raises EngineError if the engine dies first."""
@@ -150,7 +146,7 @@ class ServerWeights:
         if started_weights is not None:
             version, path = started_weights
             if facts.loads_weights:
-                await self._give_label(version)
+                await self._label_weights(version)
                 if await self.server.is_paused():  # by a runner that ended before it changed a weight
                     await self.server.resume()
             self.model_version, self._served_path = version, path
@@ -191,13 +187,13 @@ class ServerWeights:
             return current if is_proven else None
         return initial if _is_same_model(root, initial[1]) else None
 
-    async def _give_label(self, version: int) -> None:
+    async def _label_weights(self, version: int) -> None:
         """Label the server's weights as this version, and note the label to recognize them."""
         label = f"trinity-es/{version}/{self._engine_id}-{len(self._labels)}"
-        await self._put_label(label)
+        await self._set_label(label)
         self._labels[label], self._label = version, label
 
-    async def _put_label(self, label: str) -> None:
+    async def _set_label(self, label: str) -> None:
         await self.server.set_label(label)
         await self._check_label(label)
 
@@ -215,10 +211,7 @@ class ServerWeights:
             )
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`. If the caller is cancelled, the change goes on.
-
-        Raises SyncError if the server still serves the old weights, EngineError (detail `dead`) if the engine ended.
-        """
+        """Serve the checkpoint at `path`, as `Engine` says. If the caller is cancelled, the change goes on."""
         self._require_alive()
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
@@ -295,7 +288,7 @@ class ServerWeights:
         server, facts = self.server, self._server_facts()
         interim_label = f"{_CHANGING}/{self._engine_id}-{uuid4().hex[:8]}"
         await server.pause()
-        await self._put_label(interim_label)  # shows a later engine that these weights are unknown
+        await self._set_label(interim_label)  # shows a later engine that these weights are unknown
         self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
             raise EngineError(f"{server.url} reports that it could not load {path}")
@@ -304,7 +297,7 @@ class ServerWeights:
             if not all(finite == "True" for finite in await server.in_workers("trinity_weights_finite")):
                 raise EngineError("the checkpoint holds NaN or infinite weights")
         await self._check_label(interim_label)
-        await self._give_label(version)
+        await self._label_weights(version)
         await server.resume()
 
     async def _forget_half_a_change(self) -> None:
@@ -321,7 +314,7 @@ class ServerWeights:
         finally:
             self._is_restarting, self.waits_for = False, ""
         if self._server_facts().loads_weights:
-            await self._give_label(version)
+            await self._label_weights(version)
 
     async def _run_and_wait(self, version: int, path: str) -> None:
         """Run the restart command and wait until a new process of the server serves `path`. Raises EngineError."""

@@ -17,14 +17,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from trinity_es.actors.engines.adapter_checks import checked_adapter, require_unchanged
 from trinity_es.actors.engines.interface import LoRASettings
-from trinity_es.actors.engines.vllm.weights import short
+from trinity_es.actors.engines.vllm.weights import short_error
 from trinity_es.events.errors import EngineError, SyncError
 
 __all__ = ["AdapterServing", "ServedAdapter", "lora_arguments"]
@@ -64,6 +64,7 @@ class AdapterServing:
     """The part of `VLLMEngine` that implements `ServesAdapters`."""
 
     _llm: Any
+    _live_llm: Callable[[], Any]
     _on_cpu: bool
     _shapes: dict[str, list[int]] | None
 
@@ -75,12 +76,8 @@ class AdapterServing:
         self._adapters_lock = asyncio.Lock()
         self._removal_task: asyncio.Task[None] | None = None
 
-    def _live_llm(self) -> Any:
-        raise NotImplementedError
-
     @property
     def adapters(self) -> dict[str, int]:
-        """Version of each adapter that new requests get, by the adapter's name."""
         return {name: served.version for name, served in self._current.items()}
 
     @contextlib.contextmanager
@@ -137,7 +134,9 @@ class AdapterServing:
                 self._live_llm()
                 current = self.adapters.get(name)
                 state = "no version of it is served" if current is None else f"still serving version {current}"
-                raise SyncError(f"version {version} of adapter {name!r} was not loaded: {short(e)}; {state}") from e
+                raise SyncError(
+                    f"version {version} of adapter {name!r} was not loaded: {short_error(e)}; {state}"
+                ) from e
             self._retire(name)
             self._current[name] = new
             await self._remove_unused()
@@ -149,13 +148,11 @@ class AdapterServing:
             await self._remove_unused()
 
     def _retire(self, name: str) -> None:
-        """Move an adapter's current version, if it has one, to the replaced ones."""
         served = self._current.pop(name, None)
         if served is not None:
             self._replaced.append(served)
 
     async def _remove_unused(self) -> None:
-        """Remove from vLLM the replaced versions that no open request uses."""
         for served in list(self._replaced):
             if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
                 self._replaced.remove(served)
@@ -165,4 +162,4 @@ class AdapterServing:
         try:
             await self._llm.remove_lora(served.request.lora_int_id)
         except Exception as e:  # it still takes a slot in vLLM, but no request uses it again
-            _log.warning("adapter %s was not removed: %s", served.request.lora_name, short(e))
+            _log.warning("adapter %s was not removed: %s", served.request.lora_name, short_error(e))

@@ -49,7 +49,6 @@ from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_argumen
 from trinity_es.actors.engines.vllm.processes import (
     ProcessOutput,
     blames_other_process,
-    children,
     engine_processes,
     last_error_in,
     silenced_logger,
@@ -68,7 +67,7 @@ from trinity_es.actors.engines.vllm.values import (
     text_of,
     whole_answer_params,
 )
-from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, check_extension, short
+from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, check_extension, short_error
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
 
@@ -139,7 +138,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """Load the model and warm up. Raises ConfigError for unknown arguments of vLLM, else EngineError."""
         if self._llm is not None:
             raise EngineError("the engine was started already: call start only once")
-        self._pids_before = {p.pid for p in children()}
+        self._pids_before = {p.pid for p in psutil.Process().children()}
         self._dead = _STARTING
         printed = ProcessOutput()
         try:
@@ -165,7 +164,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             output = printed.text()
             if output:
                 _log.error("output while the engine for %s started:\n%s", self.config.model_path, output)
-            reason = (blames_other_process(e) and last_error_in(output)) or short(e)
+            reason = (blames_other_process(e) and last_error_in(output)) or short_error(e)
             raise EngineError(f"the engine for {self.config.model_path} did not start: {reason}") from e
 
     def _build(self) -> Any:
@@ -299,7 +298,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     @property
     def dead(self) -> str | None:
-        """Why this engine will never answer again; None while it serves."""
         if self._dead is None and self._llm is not None and self._llm.errored:
             self._dead = self._death_reason("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
@@ -334,7 +332,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield an answer in parts, like `Engine.stream`. Raises like `generate`."""
         ids = await self._prompt_ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
@@ -372,15 +369,11 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self, ids: list[int], params: Any, adapter: str = "", request: str = ""
     ) -> tuple[Any, tuple[str, int] | None]:
         """Return a request's finished output, and its adapter's name and version. Raises like `generate`."""
-        last = None
         async with contextlib.aclosing(self.outputs(ids, params, adapter, request)) as outputs:
-            async for output in outputs:
-                last = output
-        assert last is not None
+            *_, last = [output async for output in outputs]
         return last
 
     def partial(self, request: str, start: Mapping[int, int]) -> dict[int, Completion]:
-        """Return the new tokens of each answer to an open request, as `KeepsProgress` says."""
         adapter = self._request_adapters.get(request)
         return {} if self._llm is None else partial_answers(self._llm, request, start, adapter)
 
@@ -433,7 +426,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 self._cut_off_tasks.discard(task)
 
     async def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the prompt's token ids. Raises EngineError if they leave no room for an answer."""
         self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
@@ -443,8 +435,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if self._dead is not None:
             return EngineError(f"the engine is dead: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
-            self._dead = self._death_reason(short(e))
+            self._dead = self._death_reason(short_error(e))
             return EngineError(f"the engine died: {self._dead}", dead=True)
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
-            return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
-        return EngineError(f"vLLM failed: {short(e)}")
+            return EngineError(f"vLLM refused the request: {short_error(e)}", refused=True)
+        return EngineError(f"vLLM failed: {short_error(e)}")

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from trinity_es.actors.engines.vllm.weight_sender import GlooGroup
 from trinity_es.actors.engines.vllm.weights import WorkerExtension
 
-__all__ = ["GlooInitInfo", "GlooWeightTransfer", "GlooWorkerExtension"]
-
-
-@dataclass(kw_only=True)
-class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
+__all__ = ["GlooWeightTransfer", "GlooWorkerExtension"]
 
 
 class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
     """Receiver in a vLLM worker for the tensors that rank 0 broadcasts over gloo, with the calls of vLLM's NCCL one."""
 
-    init_info_cls = GlooInitInfo
     group: GlooGroup | None = None
 
     def init_transfer_engine(self, init_info: Any) -> None:

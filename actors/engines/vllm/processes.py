@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "ProcessOutput", "blames_other_process", "children", "engine_processes", "last_error_in", "silenced_logger",
+    "ProcessOutput", "blames_other_process", "engine_processes", "last_error_in", "silenced_logger",
     "wait_for_silence", "wait_or_kill", "with_descendants",
 ]
 
@@ -91,16 +91,13 @@ def last_error_in(printed: str, pids: Collection[int] = ()) -> str:
     return error
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=False)
-
-
 def engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
     """Return the processes that vLLM lists as its own, or else this process's children that are not in `before`."""
     try:
         pids = {p.pid for p in llm.engine_core.resources.engine_manager.processes}
     except AttributeError:
-        pids = {p.pid for p in children() if p.pid not in before and not _is_resource_tracker(p)}
+        children = psutil.Process().children()
+        pids = {p.pid for p in children if p.pid not in before and not _is_resource_tracker(p)}
     processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

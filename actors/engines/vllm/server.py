@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import CallJournal, Completion, Generation, Recording, Sampling
-from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, SHARED
+from trinity_es.actors.engines.sampling_checks import MOST_ANSWERS, SHARED_FIELDS
 from trinity_es.actors.engines.vllm.values import (
     add_texts,
     completion_of,
@@ -76,14 +76,12 @@ def _with_token_names(application: Any) -> Any:
     """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request by `application`, and add token names to the body if the route is `_GENERATE`."""
         if scope.get("path") != _GENERATE:
             await application(scope, receive, send)
             return
 
         async def send_named(message: Any) -> None:
-            """Send an ASGI message with token names added; drop the content-length header, which would be too small."""
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start":  # its content-length would be too small
                 headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
                 await send({**message, "headers": headers})
             else:
@@ -207,35 +205,36 @@ class _RecordingClient:
         if record is None:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
-        if ids and not prompt.get("mm_placeholders"):
+        has_only_text = bool(ids) and not prompt.get("mm_placeholders")
+        if has_only_text:
             rendered_ids, text, engine = ids, prompt.get("prompt"), self._engine
             ids = record.exact_prompt(
                 lambda: text or engine.tokenizer.decode(rendered_ids, skip_special_tokens=False), rendered_ids
             )
             prompt = {**prompt, "prompt_token_ids": ids}
-        changes: dict[str, Any] = missing_fields(record.unsaid, sampling_params)
+        changes: dict[str, Any] = missing_fields(record.engine_only, sampling_params)
         max_tokens, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
         if room < 1:  # vLLM checked its own rendering of the prompt, which may have fewer tokens
             raise ValueError(f"This model's maximum context length is {self._engine.max_model_len} tokens. However, "
                              f"your prompt contains {len(ids)} input tokens: please reduce its length.")
-        if record.longest is not None:
-            max_tokens = changes["max_tokens"] = min(record.longest, room)
-        if "min_tokens" in record.unsaid and max_tokens is not None:
+        if record.default_length is not None:
+            max_tokens = changes["max_tokens"] = min(record.default_length, room)
+        if "min_tokens" in record.engine_only and max_tokens is not None:
             changes["min_tokens"] = min(changes["min_tokens"], max_tokens)
-        generation = None
-        if record.wanted:
+        if record.records_tokens:
             logprobs = sampling_params.logprobs
             if not getattr(sampling_params, "logprob_token_ids", None):  # if set, vLLM adds the sampled token's itself
                 changes["logprobs"] = max(logprobs or 0, 0) if logprobs != -1 else -1
             if _wants_text_only(sampling_params):
                 changes |= whole_answer_fields(sampling_params.stop, 0)
         params = with_changes(sampling_params, changes)
-        call = None
-        if record.wanted:
+        generation = call = None
+        if record.records_tokens:
             sampling, further = _as_sampling(params, record.adapter)
             generation = record.begin(sampling, further, record.text)
-            if isinstance(prompt, dict) and ids and not prompt.get("mm_placeholders"):
-                call = record.begin_journaled_call(ids, sampling, further, forbids=_stateful_option(params))
+            if has_only_text:
+                stateful = next((name for name in _STATEFUL if getattr(params, name, None)), "")
+                call = record.begin_journaled_call(ids, sampling, further, forbids=stateful)
         if generation is not None and call is not None and call.is_kept and _is_answerable(sampling_params):
             return self._answer_from_journal(
                 record, generation, call, prompt, sampling_params, params, request_id, more
@@ -254,7 +253,6 @@ class _RecordingClient:
         tokenizer = self._llm.get_tokenizer()
 
         async def ask(ids: list[int], sampling: Sampling, request: str) -> list[Completion]:
-            """Have the engine generate answers that the journal lacks, after the prompt `ids`."""
             own_params = with_changes(params, {
                 "n": sampling.n, "seed": sampling.seed, "max_tokens": sampling.max_tokens,
                 "min_tokens": sampling.min_tokens, "output_kind": output_kind("FINAL_ONLY"),
@@ -347,11 +345,6 @@ _STATEFUL = ("bad_words", "thinking_token_budget", "extra_args", "repetition_det
 """Options with which vLLM would treat the kept part of an answer differently if it was part of the prompt."""
 
 
-def _stateful_option(params: Any) -> str:
-    """Return the name of the first option of `_STATEFUL` that is set; empty if none is."""
-    return next((name for name in _STATEFUL if getattr(params, name, None)), "")
-
-
 def _is_answerable(raw_params: Any) -> bool:
     """Return True if the journal can answer the client: it keeps tokens and their own logprobs, and no others."""
     further = (getattr(raw_params, name, None) for name in ("prompt_logprobs", "logprob_token_ids"))
@@ -379,6 +372,7 @@ def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
             except NotPlain:
                 further[name] = str(value)
     return Sampling(
-        **{name: getattr(params, name) for name in SHARED}, top_k=params.top_k or -1, max_tokens=params.max_tokens or 1,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema, adapter=adapter,
+        **{name: getattr(params, name) for name in SHARED_FIELDS}, top_k=params.top_k or -1,
+        max_tokens=params.max_tokens or 1, stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema,
+        adapter=adapter,
     ), further

@@ -16,8 +16,8 @@ import orjson
 
 from trinity_es.actors.engines.interface import Completion, EngineLoad, Sampling
 from trinity_es.actors.engines.long_text_tokenization import LARGE, has_byte_decoder, off_the_loop
-from trinity_es.actors.engines.sampling_checks import SHARED
-from trinity_es.actors.engines.vllm.weights import short
+from trinity_es.actors.engines.sampling_checks import SHARED_FIELDS
+from trinity_es.actors.engines.vllm.weights import short_error
 from trinity_es.events.errors import EngineError
 
 __all__ = [
@@ -53,12 +53,12 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
     try:
         structured = _structured_outputs(s.json_schema) if s.json_schema else None
         return SamplingParams(
-            **{name: getattr(s, name) for name in SHARED}, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
+            **{name: getattr(s, name) for name in SHARED_FIELDS}, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
             logprobs=s.top_logprobs if s.logprobs else None, stop=list(s.stop) or None, structured_outputs=structured,
             output_kind=output_kind("FINAL_ONLY"), **(more or {}),
         )
     except Exception as e:  # vLLM's errors for wrong arguments share no stable base class
-        raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
+        raise EngineError(f"vLLM refused the sampling {s}: {short_error(e)}", refused=True) from e
 
 
 def whole_answer_params(s: Sampling) -> Any:
@@ -79,11 +79,11 @@ def _structured_outputs(schema: str | Mapping[str, Any]) -> Any:
     return StructuredOutputsParams(**{"json": value} if value else {"json_object": True})
 
 
-def missing_fields(unsaid: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Return `unsaid` (names of `Sampling`) as fields of SamplingParams; its schema only if `params` have none."""
-    missing = {name: value for name, value in unsaid.items() if name != "json_schema"}
-    if unsaid.get("json_schema") and params.structured_outputs is None:
-        missing["structured_outputs"] = _structured_outputs(unsaid["json_schema"])
+def missing_fields(engine_only: Mapping[str, Any], params: Any) -> dict[str, Any]:
+    """Return `engine_only` (names of `Sampling`) as fields of SamplingParams; its schema only if `params` have none."""
+    missing = {name: value for name, value in engine_only.items() if name != "json_schema"}
+    if engine_only.get("json_schema") and params.structured_outputs is None:
+        missing["structured_outputs"] = _structured_outputs(engine_only["json_schema"])
     return missing
 
 
@@ -132,7 +132,6 @@ def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Co
     from vllm.outputs import CompletionOutput, RequestOutput
 
     def logprobs(answer: Completion) -> list[dict[int, Any]] | None:
-        """Return the sampled tokens' logprobs in vLLM's form: a dict by token id for each position."""
         if tokenizer is None or answer.logprobs is None:
             return None
         rows = zip(answer.token_ids, answer.logprobs, strict=True)
@@ -248,15 +247,11 @@ class _LoadReporter:
             cache = scheduler_stats.prefix_cache_stats
             self._report(EngineLoad(
                 running=scheduler_stats.num_running_reqs, waiting=scheduler_stats.num_waiting_reqs,
-                again=cache.preempted_queries - cache.preempted_hits,
+                recomputed=cache.preempted_queries - cache.preempted_hits,
                 kv_share=scheduler_stats.kv_cache_usage, most_running=self._most_running,
             ))
 
-    def log(self) -> None:
+    def log(self, *_: Any, **__: Any) -> None:
         pass
 
-    def log_engine_initialized(self) -> None:
-        pass
-
-    def record_sleep_state(self, *_: Any, **__: Any) -> None:
-        pass
+    log_engine_initialized = record_sleep_state = log

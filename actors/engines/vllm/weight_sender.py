@@ -18,16 +18,15 @@ class GlooGroup:
     """Gloo group of otherwise independent processes; rank 0 hosts the rendezvous."""
 
     def __init__(
-        self, address: str, port: int, rank: int, world_size: int, timeout: float = GLOO_SECONDS,
-        given_up: threading.Event | None = None,
+        self, address: str, port: int, rank: int, world_size: int, given_up: threading.Event | None = None
     ) -> None:
         """Wait until all ranks have joined. Raises TimeoutError, also when `given_up` is set; then the port is free."""
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-        store_timeout = timedelta(seconds=timeout)
+        store_timeout = timedelta(seconds=GLOO_SECONDS)
         is_master = rank == 0
         store = TCPStore(address, port, world_size, is_master=is_master, timeout=store_timeout, wait_for_workers=False)
-        until, given_up = time.monotonic() + timeout, given_up or threading.Event()
+        until, given_up = time.monotonic() + GLOO_SECONDS, given_up or threading.Event()
         if not is_master:
             store.set(f"there/{rank}", "")
         while is_master and not store.check([f"there/{other}" for other in range(1, world_size)]):
@@ -49,7 +48,7 @@ class WeightSender:
     """Rank 0 of a weight transfer. The constructor and `send` block on all engines: call them in a thread."""
 
     def __init__(
-        self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS,
+        self, address: str, port: int, world_size: int, *, device: int | None = None,
         given_up: threading.Event | None = None,
     ) -> None:
         """Wait for all engines to join. `device`: GPU to send from, unused by engines; None: gloo, until `given_up`."""
@@ -62,7 +61,7 @@ class WeightSender:
             rendezvous = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
             self.group = PyNcclCommunicator(rendezvous, device=device)
         else:
-            self.group = GlooGroup(address, port, 0, world_size, timeout, given_up)
+            self.group = GlooGroup(address, port, 0, world_size, given_up)
 
     def send(self, state: Mapping[str, Any]) -> None:
         """Send all tensors (torch or numpy) in the order of their names; return when every rank has them."""

@@ -21,12 +21,12 @@ from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, wh
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.processes import process_lives
 
-__all__ = ["WeightChanges", "WorkerExtension", "check_extension", "short"]
+__all__ = ["WeightChanges", "WorkerExtension", "check_extension", "short_error"]
 
 _WATCH_SECONDS = 0.5
 
 
-def short(e: BaseException) -> str:
+def short_error(e: BaseException) -> str:
     """Return an exception's class and the last line of its text, without the link that pydantic puts last."""
     lines = [line for line in str(e).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
     text = lines[-1].strip() if lines else ""
@@ -39,6 +39,8 @@ class WeightChanges:
     model_version: int
     _llm: Any
     _dead: str | None
+    _live_llm: Callable[[], Any]
+    _end: Callable[[str], Awaitable[None]]
     _served_path: str
     """Folder or hub id of the served weights, which are loaded again if a change fails."""
 
@@ -51,17 +53,8 @@ class WeightChanges:
         self._in_group = False
         """True if the workers are in a weight-transfer group with the trainer."""
 
-    def _live_llm(self) -> Any:
-        raise NotImplementedError
-
-    async def _end(self, reason: str) -> None:
-        raise NotImplementedError
-
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path`. If the caller is cancelled, the change goes on.
-
-        Raises SyncError if the engine still serves the old weights, EngineError (detail `dead`) if the engine ended.
-        """
+        """Serve the checkpoint at `path`, as `Engine` says. If the caller is cancelled, the change goes on."""
         await self._change(version, path, self._reload)
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
@@ -94,7 +87,7 @@ class WeightChanges:
             except EngineError:
                 raise
             except Exception as e:
-                raise SyncError(f"no weight transfer group was formed with {address}:{port}: {short(e)}") from e
+                raise SyncError(f"no weight transfer group was formed with {address}:{port}: {short_error(e)}") from e
             self._in_group = True
 
     async def _within(self, timeout: float, problem: str, call: Any) -> Any:
@@ -147,8 +140,8 @@ class WeightChanges:
                         raise
                     await self._restore(version, path, e)
                     raise SyncError(
-                        f"version {version} was not loaded: {path}: {short(e)}; {self._served_path} was loaded again; "
-                        f"still serving version {self.model_version}"
+                        f"version {version} was not loaded: {path}: {short_error(e)}; {self._served_path} was loaded "
+                        f"again; still serving version {self.model_version}"
                     ) from e
                 self.model_version, self._served_path = version, path
                 await self._label_version()
@@ -162,7 +155,7 @@ class WeightChanges:
                 await llm.pause_generation(mode="keep", clear_cache=True)
             except Exception as e:
                 raise SyncError(
-                    f"no weights were loaded, as vLLM could not pause ({short(e)}); still serving version "
+                    f"no weights were loaded, as vLLM could not pause ({short_error(e)}); still serving version "
                     f"{self.model_version}"
                 ) from e
             yield
@@ -171,7 +164,7 @@ class WeightChanges:
                 try:
                     await llm.resume_generation()
                 except Exception as e:
-                    await self._end(f"it could not be resumed after loading weights ({short(e)})")
+                    await self._end(f"it could not be resumed after loading weights ({short_error(e)})")
                     raise EngineError(f"the engine is dead: {self._dead}", dead=True) from e
 
     async def _reload(self, path: str) -> None:
@@ -185,8 +178,8 @@ class WeightChanges:
             await self._reload(self._served_path)
         except Exception as e:
             await self._end(
-                f"version {version} of {path} failed half-way ({short(cause)}), and {self._served_path} could not be "
-                f"loaded again ({short(e)})"
+                f"version {version} of {path} failed half-way ({short_error(cause)}), and {self._served_path} could "
+                f"not be loaded again ({short_error(e)})"
             )
             raise EngineError(f"the engine is dead: {self._dead}", dead=True) from cause
 

@@ -284,12 +284,12 @@ def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
     monkeypatch.setattr(sealed_transport, "SILENT_SECONDS", 0.1)
     a, b = make_door(), make_door()
     ends: list[Any] = []
-    for _ in range(sealed_transport.MAX_UNTAKEN + 5):
+    for _ in range(sealed_transport.MAX_UNREAD + 5):
         intent = TransmitIntent(b.myAddress, "lost")
         intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
         a.scheduleTransmit(None, intent)
         listen(a, 0.01)
-    listen_until(a, lambda: ends == [SendStatus.Failed] * (sealed_transport.MAX_UNTAKEN + 5) and not a._untaken)
+    listen_until(a, lambda: ends == [SendStatus.Failed] * (sealed_transport.MAX_UNREAD + 5) and not a._unread)
     while listen(b, 0.3) is not None:
         pass  # it lives again
     assert send(a, b, "well") == "well"

@@ -17,7 +17,7 @@ from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine
 from trinity_es.actors.engines.sampling_checks import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.engines.schema_limits import exceeded_limit
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.serving import http_server
+from trinity_es.actors.serving import http_server, uvicorn_server
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
 
@@ -246,7 +246,7 @@ async def test_a_body_that_does_not_end_is_answered_and_its_connection_closed(mo
 
 async def test_an_endpoint_ends_as_soon_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does nothing while nobody asks, but for a look now and then, for which nobody waits."""
-    monkeypatch.setattr(http_server, "DATE_SECONDS", 3600.0)
+    monkeypatch.setattr(uvicorn_server, "DATE_SECONDS", 3600.0)
     async with serving(Recorder()) as server:
         assert (await posted(server, {"messages": HELLO})).status_code == 200
         await asyncio.wait_for(server.stop(), 30)

@@ -18,6 +18,7 @@ from tests.helpers.endpoint import CHAT, HELLO, TEXT, TOKEN, Fails, Recorder, cl
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.http_server import listen
 from trinity_es.events.errors import StartupError
 from trinity_es.testing import ByteTokenizer
 
@@ -408,7 +409,7 @@ async def test_an_address_that_is_taken_is_a_startup_error() -> None:
     async with serving(Recorder()) as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(StartupError, match=f"port {port}"):
-            await EngineServer(Recorder(), name="x", token=TOKEN, port=port).start()
+            listen("127.0.0.1", port)
 
 
 async def test_many_clients_are_answered_at_once() -> None:

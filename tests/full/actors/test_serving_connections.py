@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.endpoint import CHAT, TOKEN, Recorder, connected, posted, serving, until
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.serving.http_server import most_connections
+from trinity_es.actors.serving.uvicorn_server import most_connections
 from trinity_es.events.store.database.disk_errors import is_out_of_files
 
 

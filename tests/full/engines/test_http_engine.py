@@ -305,7 +305,7 @@ async def test_the_key_comes_by_the_environment_and_is_in_no_message(
         monkeypatch.setenv("THEIR_KEY", "open-sesame")
         async with met(server, tiny, key_variable="THEIR_KEY") as engine:
             assert await engine.generate("a", EIGHT)
-            assert engine.server.scrubbed("Bearer open-sesame") == "Bearer ***"
+            assert engine.server._without_key("Bearer open-sesame") == "Bearer ***"
 
 
 async def test_logprobs_before_temperature_are_refused_where_it_matters(tiny: Path, tmp_path: Path) -> None:
@@ -350,14 +350,14 @@ async def test_a_restart_in_the_middle_of_a_change_is_not_taken_for_its_end(
     server = stand_in(tiny, tmp_path / "log").start()
     with ended(server):
         async with met(server.ready(), tiny) as engine:
-            real = http_weights.ServerWeights._give_label
+            real = http_weights.ServerWeights._label_weights
 
             async def late(self: Any, version: int) -> None:
                 server.kill()
                 server.start().ready()
                 await real(self, version)
 
-            monkeypatch.setattr(http_weights.ServerWeights, "_give_label", late)
+            monkeypatch.setattr(http_weights.ServerWeights, "_label_weights", late)
             with pytest.raises(EngineError, match="restarted while its weights changed") as failed:
                 await engine.load_weights(1, str(other))
             assert failed.value.details["dead"]

@@ -34,7 +34,7 @@ class LoadedEngine(ScriptedEngine):
         await asyncio.sleep(0)  # the others begin first
         share, waiting, again = (self.folder / "told").read_text().split()
         told = EngineLoad(
-            running=self.running, waiting=int(waiting), again=int(again), kv_share=float(share), most_running=1000
+            running=self.running, waiting=int(waiting), recomputed=int(again), kv_share=float(share), most_running=1000
         )
         if self.on_load is not None:
             self.on_load(told)

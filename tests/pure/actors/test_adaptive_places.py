@@ -18,7 +18,7 @@ from trinity_es.actors.runner.adaptive_places import MOST, START, AdaptivePlaces
 
 
 def load(running: int = 8, waiting: int = 0, kv_share: float = 0.2, again: int = 0, most: int = 256) -> EngineLoad:
-    return EngineLoad(running=running, waiting=waiting, again=again, kv_share=kv_share, most_running=most)
+    return EngineLoad(running=running, waiting=waiting, recomputed=again, kv_share=kv_share, most_running=most)
 
 
 EASY = load()
@@ -161,7 +161,7 @@ class Simulated:
         self.finished += sum(tokens >= self.length for tokens in self.running)
         self.running = [tokens for tokens in self.running if tokens < self.length]
         share = min(1.0, sum(self.running) / self.capacity)
-        return EngineLoad(running=len(self.running), waiting=self.waiting, again=again, kv_share=share,
+        return EngineLoad(running=len(self.running), waiting=self.waiting, recomputed=again, kv_share=share,
                           most_running=self.most)
 
     @property
@@ -201,7 +201,7 @@ vllm:generation_tokens_total 1e6
 def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
     told = parse_load(GAUGES)
     assert told is not None
-    assert (told.running, told.waiting, told.again) == (40, 0, 0)
+    assert (told.running, told.waiting, told.recomputed) == (40, 0, 0)
     assert told.share == told.kv_share == pytest.approx(0.4), "room for more requests"
     waits = parse_load(GAUGES.replace('} 0.0', '} 2.0'))
     assert waits is not None
@@ -214,7 +214,7 @@ def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
 ])
 def test_the_gauges_have_other_names_elsewhere(running: str, waiting: str, fill: str) -> None:
     told = parse_load(f'{running}{{model_name="m"}} 3\n{waiting} 5\n{fill} 0.25\n')
-    assert told == EngineLoad(running=3, waiting=5, again=0, kv_share=0.25, most_running=3)
+    assert told == EngineLoad(running=3, waiting=5, recomputed=0, kv_share=0.25, most_running=3)
 
 
 @pytest.mark.parametrize("text", [
