@@ -256,7 +256,7 @@ class Coordinator(BaseActor):
                 self.handlers.batches.start_pipeline(batch)
         if again:
             self.announce()
-            self.handlers.batches.check_finalize([*self.live.batches])
+            self.handlers.batches.finalize_if_ready([*self.live.batches])
             self.handlers.scheduler.check(self.live.batches)
             self.handlers.journals.read_lost(self.live.batches)
         self.held_requests.handle()

@@ -19,8 +19,16 @@ from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
-    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "apply_release", "end_of_attempt", "find_attachable",
-    "find_due", "find_orphans", "give_up",
+    "GRACE_SECONDS",
+    "SPLIT",
+    "IsBeingRead",
+    "apply_change",
+    "apply_release",
+    "end_of_attempt",
+    "find_attachable",
+    "find_due",
+    "give_up",
+    "new_orphan_events",
 ]
 
 GRACE_SECONDS = 30.0
@@ -124,7 +132,7 @@ def apply_change(
     return []
 
 
-def find_orphans(
+def new_orphan_events(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
     lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_being_read: IsBeingRead,
 ) -> list[ev.Event]:

@@ -110,7 +110,7 @@ class LeaseFleet:
     def _record_orphans(self, leases: OpenLeases) -> None:
         """Record which of these leases are orphaned, and release them once that is durable."""
         live = self._live
-        events = decisions.find_orphans(
+        events = decisions.new_orphan_events(
             leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
         )
         live.record(*events)

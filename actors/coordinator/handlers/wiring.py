@@ -99,7 +99,7 @@ class Handlers:
 
     def check(self) -> None:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
-        self.batches.check_finalize([*self.live.turn.batches])
+        self.batches.finalize_if_ready([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
         has_ended_one = not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches)
         if has_ended_one:
