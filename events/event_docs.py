@@ -65,7 +65,6 @@ def markdown() -> str:
 
 
 def _class_section(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
-    """Return the page's lines about one class: heading, docstring and table of its fields."""
     cls = classes[name]
     version = getattr(getattr(vocabulary, name), "schema_version", None)
     lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]

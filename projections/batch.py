@@ -332,7 +332,6 @@ def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
 
 
 def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
-    """Add the results of finished runs. If the task is settled now, set its status."""
     task = state.tasks[event.task]
     for run in event.runs:
         task.done[run.run] = run

@@ -106,7 +106,6 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
 
 
 def _add_delivery(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
-    """Add the delivery of a finalized batch at the end."""
     import numpy as np
 
     count = event.selected

@@ -219,7 +219,6 @@ class EventLog:
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
     def _assign_positions(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
-        """Give the drafts' events the positions, times and hashes that follow `head`."""
         # Whole microseconds, as in a datetime, so that a query with the displayed time finds the event.
         recorded_at = round(head.now, 6)
         if drafts[0].recorded[0].stream != CLOCK:  # without a step, recorded times never go back

@@ -117,7 +117,6 @@ def _head_state(processes: Mapping[str, Any], *, answers: bool) -> str:
 
 
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Update the rows, which come from the log, with the running system's status."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():

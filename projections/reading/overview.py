@@ -160,7 +160,6 @@ def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> lis
 
 
 def _curve_point(row: BatchRow, value: float) -> Point:
-    """Return the batch's point in a curve, with its step and name."""
     name, step = row.batch_type, row.trained_step
     if row.batch_type == "eval":
         number, _, rest = str(row.batch_id).partition("/")

@@ -18,7 +18,6 @@ from trinity_es.projections.tables.batch_queries import BatchRow
 
 __all__ = ["ResumePoint", "is_over", "prompts_used", "resume_point", "sources_of", "was_dropped_stale"]
 
-_ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +88,8 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
     return ResumePoint(
         submitted=len(steps), finished=_first_false(ended),
         open=frozenset(step for step in steps if not is_over(log, train[step])), trained=_first_false(settled),
-        cursors=cursors, evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
-        version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
+        cursors=cursors, version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
+        evals={b.batch_id: BatchLifecycleState(b.state).ended for b in rows.values() if b.batch_type == "eval"},
         sources=sources_of(log), position=position,
     )
 

@@ -80,7 +80,6 @@ def count_batches(connection: Connection, *, state: str | None = None, batch_typ
 
 
 def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
-    """Restrict the query to batches of this state and type, unless they are None."""
     if state is not None:
         query = query.where(_C.state == state)
     return query if batch_type is None else query.where(_C.batch_type == batch_type)

@@ -153,7 +153,6 @@ def read_usage(connection: sa.Connection) -> Usage:
 
 
 def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
-    """Add the uses of one delivery's experiences to `usage`."""
     total = delivery.experiences
     usage.delivered += total
     usage.redone += sum(use.count for use in uses if use.undone)

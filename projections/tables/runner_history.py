@@ -327,7 +327,6 @@ def before_start(position: int, commit_id: str) -> sa.Select[Any]:
 
 
 def _dispatch_times(connection: sa.Connection, stream: str, after: int) -> Dispatched:
-    """Return the dispatches in a batch's stream after a position."""
     e = schema.events.c
     query = sa.select(e.version, e.recorded_at, e.data).where(
         e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM

@@ -28,7 +28,7 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
-from trinity_es.events.values import BatchLifecycleState, batch_stream
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
@@ -307,7 +307,7 @@ class _Fold:
                               "one recomputed")
         state = evolve(state, event)
         self.batches[stream] = (state.state.value, state.expected_task_count)
-        if state.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED):
+        if state.state.ended:
             self._open_batches.pop(stream, None)
         else:
             self._open_batches[stream] = state

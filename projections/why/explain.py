@@ -293,7 +293,6 @@ def _pending_text(batch: BatchTimes) -> str:
 
 
 def _unit_wait(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
-    """Return a `Waiting` for a unit on a runner, with the fields of its flight and these `fields`."""
     unit, state = flight.unit, batch.state
     return Waiting(
         what=_unit_text(state, unit, flight.strikes), task=unit.task, attempt=unit.attempt,

@@ -73,10 +73,8 @@ def hosts_without_units(
 
 
 def _since_text(host: HostSnapshot) -> str:
-    """Return " since TIME" for the host's state, or "" if the time is unknown."""
     return "" if host.since is None else f" since {local_time(host.since)}"
 
 
 def _reason_text(reason: str) -> str:
-    """Return " (REASON)", or "" without a reason."""
     return f" ({reason})" if reason else ""

@@ -79,7 +79,6 @@ class Database:
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
-        """Return an engine that opens this SQLite file and configures its connections and transactions."""
         files = self._files
         assert files is not None
         pool = NullPool if self.read_only else QueuePool  # a reader's connection may not be kept: see _connect_to_read
@@ -198,7 +197,6 @@ class Database:
         return self._files.file if self._files is not None else None
 
     def is_replaced(self) -> bool:
-        """Return True if another file is now at the path of the open SQLite file."""
         return self._files is not None and self._files.is_replaced()
 
     def _save_sidecars(self, cause: SidecarGone) -> None:
@@ -306,7 +304,11 @@ class Database:
         must hold `_thread_lock`, because all threads share the lock file's descriptor.
         """
         if self._lock_file < 0:
-            self._lock_file = self._open_lock_file()
+            name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
+            try:
+                self._lock_file = open_private(name)
+            except OSError as e:
+                raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -315,13 +317,6 @@ class Database:
             yield
         finally:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-
-    def _open_lock_file(self) -> int:
-        name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
-        try:
-            return open_private(name)
-        except OSError as e:
-            raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
 
     def _wait_for_lock(self) -> None:
         """Wait for the write lock in order of arrival. Raises LogUnavailable after `patience` seconds.

@@ -38,7 +38,6 @@ class LeaderLock:
         self._stopped.set()
 
     def _run(self) -> None:
-        """Keep the lock until `stop`. After a lost connection, open another one and take the lock again."""
         pauses = Backoff(0.2, 5.0)
         while not self._stopped.is_set():
             database = Database(self._url, patience=0.0)
@@ -56,16 +55,12 @@ class LeaderLock:
         """Wait for the lock on this connection, then keep it until `stop`. Raises DBAPIError if the connection ends."""
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
-        while not self._stopped.is_set() and not _try_lock(connection):
+        try_lock = text("SELECT pg_try_advisory_lock(:key)")  # true if this connection has the lock now
+        while not self._stopped.is_set() and not connection.execute(try_lock, {"key": _KEY}).scalar():
             self._stopped.wait(LOOK_SECONDS)  # the server may still think that a predecessor's connection is open
         pauses.reset()
         while not self._stopped.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
-
-
-def _try_lock(connection: Connection) -> bool:
-    """Take the lock for this connection if it is free. Return True if the connection has it."""
-    return bool(connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}).scalar())
 
 
 def is_led(url: str) -> bool:

@@ -106,7 +106,6 @@ def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
 
 
 def set_versions(connection: Connection, versions: Mapping[str, int]) -> None:
-    """Set the version of each of these streams, inserting new ones."""
     if connection.dialect.name == "sqlite":
         _SET_VERSION.change_all(connection, [{"stream": stream, "version": v} for stream, v in versions.items()])
     else:

@@ -97,9 +97,6 @@ class Objects(PayloadStore):
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)  # after an error or an early end
 
-    def exists(self, digest: str) -> bool:
-        return self.size(digest) is not None
-
     def size(self, digest: str) -> int | None:
         if not _is_digest(digest):
             return None
@@ -115,9 +112,6 @@ class Objects(PayloadStore):
 
     def strays(self) -> list[str]:
         return [key for key in self._keys() if not _is_payload(key)]
-
-    def close(self) -> None:
-        """Do nothing, because the library closes its connections."""
 
     def _keys(self) -> Iterator[str]:
         """Yield all keys below the URL, in order. After an error, the listing continues after the last key."""

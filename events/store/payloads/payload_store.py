@@ -48,11 +48,8 @@ class PayloadStore(Protocol):
         """Yield the bytes of these payloads in order, by `get` or, if `mapped`, by `view`."""
         return map(self.view if mapped else self.get, digests)
 
-    def exists(self, digest: str) -> bool:
-        """Return True if the store has this digest. The bytes are not checked."""
-
     def size(self, digest: str) -> int | None:
-        """Return the size of a payload in bytes; None if the store lacks it."""
+        """Return the size of a payload in bytes, without reading it; None if the store lacks it."""
 
     def delete(self, digest: str) -> None:
         """Delete a payload, if the store has it."""
@@ -83,7 +80,8 @@ class PayloadStore(Protocol):
         return [error.message for _, error in self.checked() if isinstance(error, CorruptPayload)]
 
     def close(self) -> None:
-        """Close connections."""
+        """Close connections, if the store keeps any."""
+        return
 
 
 def digest_of(data: Buffer) -> str:

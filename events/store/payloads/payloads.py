@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, delete, func, inspect, literal, select
+from sqlalchemy import Connection, delete, func, inspect, select
 
 from trinity_es.events.atomic_file import sync, whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, LogUnavailable
@@ -253,9 +253,6 @@ class _Files(PayloadStore):
             return self.get(digest)
         return require_digest(digest, data, self._root)
 
-    def exists(self, digest: str) -> bool:
-        return self._path(digest).is_file()
-
     def size(self, digest: str) -> int | None:
         try:
             return self._path(digest).stat().st_size
@@ -285,9 +282,6 @@ class _Files(PayloadStore):
     @staticmethod
     def _is_payload(path: Path) -> bool:
         return DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
-
-    def close(self) -> None:
-        """Do nothing, because nothing is open."""
 
     def _path(self, digest: str) -> Path:
         # It becomes a path, so it must be a digest and nothing else.
@@ -343,10 +337,6 @@ class _Rows(PayloadStore):
         if data is None:
             raise not_found(digest, self.database.shown)
         return require_digest(digest, bytes(data), self.database.shown)
-
-    def exists(self, digest: str) -> bool:
-        query = select(literal(1)).where(schema.payloads.c.digest == digest)
-        return self._read(lambda c: c.execute(query).first() is not None)
 
     def size(self, digest: str) -> int | None:
         query = select(func.octet_length(schema.payloads.c.data)).where(schema.payloads.c.digest == digest)
