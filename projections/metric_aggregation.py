@@ -122,22 +122,27 @@ def _parse(key: str) -> tuple[str, str]:
 
 
 def _values_by_metric(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
-    """Collect each metric's values: return {name with suffix but without `:mean`: (aggregation, values)}.
-
-    Values that are not numbers are left out. Raises DataError if a number is not finite.
-    """
+    """Collect each metric's values: return {name with suffix but without `:mean`: (aggregation, values)}."""
     values_by_name: dict[str, tuple[str, list[float]]] = {}
     for metrics in dicts:
         for key, value in metrics.items():
-            if not isinstance(value, (int, float)) and not isinstance(value, Real):  # Real is an abstract class: slow
+            number = _finite_number(key, value)
+            if number is None:
                 continue
-            number = float(value)
-            if not math.isfinite(number):
-                raise DataError(f"metric {key} is {number}: only finite numbers can be recorded", metric=key)
             name, statistic = _parse(key)
             full_name = name if statistic == "mean" else f"{name}:{statistic}"
             values_by_name.setdefault(full_name, (statistic, []))[1].append(number)
     return values_by_name
+
+
+def _finite_number(key: str, value: Any) -> float | None:
+    """Return a metric's value as a float, or None if it is no number. Raises DataError if it is not finite."""
+    if not isinstance(value, (int, float)) and not isinstance(value, Real):  # Real is an abstract class: slow
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise DataError(f"metric {key} is {number}: only finite numbers can be recorded", metric=key)
+    return number
 
 
 def _clamp(value: float) -> float:

@@ -31,7 +31,7 @@ from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import CommitMismatch, ConcurrencyError, LogCorrupt, LogUnavailable
 from trinity_es.events.store import writer_lease
-from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, find_lost, require_known, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, find_lost, require_known, rewound
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
 from trinity_es.events.store.database.log_opening import open_schema
@@ -75,7 +75,7 @@ class EventLog:
         self._generation = ""
         """Generation of the log at this object's last append."""
         self._mark_lock = threading.Lock()
-        self.memory: Memory | None = None
+        self.memory: MemoryFile | None = None
         """File of this host that gets the position of each append before `append` returns."""
         self._clock = Clock()
 
@@ -246,7 +246,7 @@ class EventLog:
         Raises CommitMismatch if it had other events.
         """
         # Read one event more than this commit has, since the earlier one may be longer.
-        values = {"after": first - 1, "until": statements.LAST, "limit": len(own_draft.recorded) + 1}
+        values = {"after": first - 1, "until": statements.MAX_POSITION, "limit": len(own_draft.recorded) + 1}
         rows = statements.NEXT_PAGE.rows(connection, values)
         earlier = [item for item in map(from_row, rows) if item.commit_id == commit_id]
         content = attrgetter("stream", "type", "schema_version", "data")
@@ -270,7 +270,7 @@ class EventLog:
                 )
             versions[write.stream] = version + len(write.events)
 
-    def remembered_claims(self, memory: Memory) -> list[Claim]:
+    def remembered_claims(self, memory: MemoryFile) -> list[Claim]:
         """Return this host's claims about the log, read from `memory`. First set the store's key there."""
         memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
         return memory.claims(self.head().generation)
@@ -301,7 +301,7 @@ class EventLog:
         query = statements.NEXT_PAGE if stream is None else statements.STREAM_PAGE
         if types is not None:
             query = statements.page_of(stream is not None, tuple(types))
-        values = {"stream": stream, "until": statements.LAST if until is None else until}
+        values = {"stream": stream, "until": statements.MAX_POSITION if until is None else until}
         remaining, version = limit, 0
         while remaining is None or remaining > 0:
             size = PAGE if remaining is None else min(PAGE, remaining)

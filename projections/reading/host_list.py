@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.projections.host_states import HostLife, host_of, last_lives
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural_key
 
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
@@ -83,7 +83,7 @@ def host_list(
         finished=all_finished - sum(finished.values()), units=units.get("", 0),
     )
     rows = {"": head}
-    for life in sorted(last_lives(lives).values(), key=lambda life: natural(life.host)):
+    for life in sorted(last_lives(lives).values(), key=lambda life: natural_key(life.host)):
         rows[life.host] = HostRow(
             host=life.host, epoch=life.epoch, state=life.state, since=life.since, address=life.address, pid=life.pid,
             places=dict(life.places), reason=life.reason, finished=finished.get(life.host, 0),

@@ -33,4 +33,4 @@ def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[f
 
 def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
     """Return the tasks of the batch's last submission, including added ones. Raises PayloadNotFound."""
-    return [task for event in log.handed_in(batch_id) for task in log.tasks_of(event)]
+    return [task for event in log.submission_events(batch_id) for task in log.tasks_of(event)]

@@ -24,8 +24,7 @@ from trinity_es.projections.metric_aggregation import mean_reward
 from trinity_es.projections.tables import experience_usage, host_work, open_leases, runner_history, serve_answers
 
 __all__ = [
-    "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "projectors",
-    "read_losses", "untrained_since",
+    "ReadModels", "Totals", "delivered_batches", "open_batches", "projectors", "read_losses", "untrained_since",
 ]
 
 _metadata = sa.MetaData()
@@ -319,12 +318,6 @@ def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
     query = sa.select(batches.c.stream, batches.c.batch_id).where(batches.c.state.not_in(ended_states))
     rows = connection.execute(query.order_by(batches.c.first_position))
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
-
-
-def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
-    """Return the first train batch that was finalized after a position, and the position of its BatchFinalized."""
-    delivery = log.query(lambda connection: experience_usage.next_delivery(connection, after))
-    return None if delivery is None else (orjson.loads(delivery[0]), delivery[1])
 
 
 def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, int]]:

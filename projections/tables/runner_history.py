@@ -27,8 +27,8 @@ from trinity_es.projections.host_states import went_with_host
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "add_deliveries",
     "add_lost_attempt", "apply", "batches_made_by", "before_start", "by_runner", "count_weights", "current_version",
-    "current_version_in", "last_incarnation", "metadata", "natural", "read_lives", "read_made", "read_weights",
-    "runner_states", "storable", "visible_state",
+    "current_version_in", "last_incarnation", "metadata", "natural_key", "read_deliveries_by_version", "read_lives",
+    "read_weights", "runner_states", "storable", "visible_state",
 ]
 
 
@@ -103,7 +103,7 @@ def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> lis
             attempts_lost=sum(life.attempts_lost for life in own_lives),
             seconds_lost=sum(life.seconds_lost for life in own_lives), all=own_lives,
         )
-        for name, own_lives in sorted(runners.items(), key=lambda item: natural(item[0]))
+        for name, own_lives in sorted(runners.items(), key=lambda item: natural_key(item[0]))
     ]
 
 
@@ -352,7 +352,7 @@ def current_version_in(group: Gathered) -> int:
     return int(unwritten[-1]["version"]) if unwritten else current_version(group.connection)
 
 
-def natural(name: str) -> list[str | int]:
+def natural_key(name: str) -> list[str | int]:
     """Return the natural sort key of a name, which puts runner-2 before runner-10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
@@ -433,7 +433,7 @@ def count_weights(connection: sa.Connection) -> int:
     return int(connection.execute(sa.select(sa.func.count(_published.c.version.distinct()))).scalar_one())
 
 
-def read_made(connection: sa.Connection) -> dict[int, int]:
+def read_deliveries_by_version(connection: sa.Connection) -> dict[int, int]:
     """Return {weights version: number of delivered experiences that it made}. Version 0 is the original model."""
     query = sa.select(_made.c.version, sa.func.sum(_made.c.experiences)).group_by(_made.c.version)
     return {version: int(count) for version, count in connection.execute(query)}

@@ -94,8 +94,8 @@ def verify_log(
 ) -> Verification:
     """Check the log at a URL or file path. Its run may continue meanwhile.
 
-    `progress(done, total)` counts events, `payload_progress` counts payloads. `folder`: folder of this host's memory
-    file (`Memory`), if it is neither in the folders of the log's config nor beside the log. Raises LogNotFound, NotALog
+    `progress(done, total)` counts events, `payload_progress` counts payloads. `folder`: folder of this host's
+    `MemoryFile`, if it is neither in the folders of the log's config nor beside the log. Raises LogNotFound, NotALog
     for a file that never was a log, and LogUnavailable for a database that can't be reached.
     """
     try:

@@ -151,7 +151,7 @@ class Payloads:
         missing_payloads: list[tuple[str, str]] = []
         unneeded_digests: list[str] = []
         next_needed = next(needed, None)
-        for digest, error in store.checked():
+        for digest, error in store.check_all():
             while next_needed is not None and next_needed[0] < digest:
                 missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
@@ -165,8 +165,8 @@ class Payloads:
                 owner = next_needed[1]
                 next_needed = next(needed, None)
             if isinstance(error, CorruptPayload):
-                text = error.message
-                self.problems.add(f"{owner}: {text}{self._needs.way_out(digest)}" if owner else text)
+                way_out = self._needs.way_out(digest)
+                self.problems.add(f"{owner}: {error.message}{way_out}" if owner else error.message)
             if progress and self.read_count % 100 == 0:
                 progress(self.read_count, max(self.read_count, needed_count))
         missing_payloads += [*([] if next_needed is None else [next_needed]), *needed]

@@ -28,14 +28,14 @@ from trinity_es.projections.why.host_waits import current_hosts, hosts_without_u
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,
     coordinator_absence,
+    gets_units,
     has_no_server,
     refuses_weights,
-    serves,
     short,
     wait_for_idle_runner,
     wait_for_outdated_runner,
 )
-from trinity_es.projections.why.system_state import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
+from trinity_es.projections.why.system_state import BatchTimes, RunnerSnapshot, SystemSnapshot, current_runners
 
 __all__ = ["why"]
 
@@ -82,7 +82,7 @@ def why(
     if state.state.ended:
         ranked = [_wait_of_ended(snapshot, batch, up=live is not None or bool((system or {}).get("up")))]
     else:
-        lives = dict(with_live(snapshot, live, now))
+        lives = dict(current_runners(snapshot, live, now))
         ranked = sorted(_waits_of_open(snapshot, batch, lives, now, live, system), key=lambda pair: pair[0])
     waiting = tuple(w for _, w in ranked) or (_UNKNOWN,)
     is_late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
@@ -180,7 +180,7 @@ def _waits_of_open(
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
     of_hosts = [*hosts_without_units(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
-    serving = [r for r in lives.values() if serves(snapshot, r)]
+    serving = [r for r in lives.values() if gets_units(snapshot, r)]
     if serving:
         yield ranked(_wait_for_place(snapshot, batch, serving))
     elif not lives and has_no_server(snapshot, live, bool(removed)):

@@ -11,8 +11,8 @@ from trinity_es.projections.why.answer import Waiting, restart_advice, span
 from trinity_es.projections.why.system_state import RunnerSnapshot, SystemSnapshot
 
 __all__ = [
-    "SILENT_SECONDS", "coordinator_absence", "has_no_server", "refuses_weights", "runner_problem", "serves", "short",
-    "wait_for_idle_runner", "wait_for_outdated_runner",
+    "SILENT_SECONDS", "coordinator_absence", "gets_units", "has_no_server", "refuses_weights", "runner_problem",
+    "short", "wait_for_idle_runner", "wait_for_outdated_runner",
 ]
 
 SILENT_SECONDS = 10.0
@@ -36,7 +36,7 @@ def refuses_weights(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
-def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+def gets_units(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     """Return True if a runner gets units: it is ready and loads no weights."""
     return runner.state == "ready" and _version_in_load(snapshot, runner) is None
 

@@ -265,7 +265,7 @@ def greatest_batch_id(log: LogDouble) -> int:
 
 
 def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
-    """Double of `projections.tables.read_models.next_delivered`."""
+    """Double of `projections.tables.experience_usage.next_delivered`."""
     for row in log.read(types=["BatchFinalized"], after=after):
         if isinstance(row.event, ev.BatchFinalized) and row.event.result["batch_type"] == "train":
             return row.event.result["batch_id"], row.position

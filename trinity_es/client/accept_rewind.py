@@ -10,7 +10,7 @@ from typing import Any
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, NotALog
-from trinity_es.events.store.checks.log_end import Claim, Memory, accepted
+from trinity_es.events.store.checks.log_end import Claim, MemoryFile, accepted
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.remembered_log_end import memory
@@ -53,7 +53,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
                      for claim in event.lost]}
 
 
-def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
+def _lost_claims(config: Config, own_memory: MemoryFile) -> list[Claim]:
     """Return this host's remembered positions that the log does not have; all of them if there is no log."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:

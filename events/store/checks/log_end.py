@@ -1,7 +1,7 @@
 """Checks that a log still has its acknowledged events, by marks that processes keep.
 
 A `Mark` is a position of a log and the hash there, which covers all events up to it. Every answer about the log carries
-a mark. Clients, runners, guardian and keeper keep the newest in memory, and the host keeps it in a file (`Memory`). If
+a mark. Clients, runners, guardian and keeper keep the newest mark, and the host keeps it in a file (`MemoryFile`). If
 the log lacks the event of a mark, it was rewound or replaced (LogRewound, `EventLog.require`). When a person accepts a
 loss (`RewindAccepted`), the log gets a new generation, and marks of earlier generations no longer count.
 """
@@ -18,7 +18,7 @@ from trinity_es.events.store.checks.host_memory import (
     HERE,
     Claim,
     Mark,
-    Memory,
+    MemoryFile,
     claim_to_dict,
     claims_of,
     lost_between,
@@ -30,7 +30,7 @@ from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "find_lost", "lost_between",
+    "HERE", "Claim", "Mark", "MemoryFile", "accepted", "claim_to_dict", "claims_of", "find_lost", "lost_between",
     "require_known", "rewound",
 ]
 

@@ -18,7 +18,7 @@ from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import Backoff
 
-__all__ = ["LeaderLock", "is_led", "wait_until_led_by_nobody"]
+__all__ = ["LeaderLock", "is_led", "wait_until_leaderless"]
 
 _KEY = 0x7472696E6573
 """Key of the advisory lock. Such locks belong to one database, as a log does."""
@@ -70,7 +70,7 @@ def is_led(url: str) -> bool:
         return not database.read(lambda connection: connection.execute(try_lock, {"key": _KEY}).scalar())
 
 
-def wait_until_led_by_nobody(url: str, seconds: float) -> None:
+def wait_until_leaderless(url: str, seconds: float) -> None:
     """Wait until the lock has been free for `seconds`, so that a restarting coordinator can take it again.
 
     While the database can't be read, the lock counts as held.

@@ -21,8 +21,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from trinity_es.events.errors import LogUnavailable
 
 __all__ = [
-    "NO_ROOM", "POOLED", "REFUSED", "TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient", "once",
-    "patiently", "within",
+    "NO_ROOM", "POOLED", "REFUSED", "TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient",
+    "patiently", "within", "without_repeats",
 ]
 
 Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
@@ -112,7 +112,7 @@ class Backoff:
         self._pause = self._first
 
 
-def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
+def without_repeats(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that passes an error to `tell` only if its text differs from the last error's."""
     last_text = ""
 

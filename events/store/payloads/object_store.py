@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.store.database.database import Tell
-from trinity_es.events.store.database.retry import once, patiently
+from trinity_es.events.store.database.retry import patiently, without_repeats
 from trinity_es.events.store.database.urls import scrubbed
 from trinity_es.events.store.payloads.payload_store import (
     DIGEST,
@@ -37,7 +37,7 @@ CONNECT_SECONDS, REQUEST_SECONDS = 5, 30
 MOST_REQUESTS = 16
 """Maximum number of payloads that one call reads in parallel."""
 PART = 256
-"""Number of payloads that one pool of threads reads in `checked`."""
+"""Number of payloads that one pool of threads reads in `check_all`."""
 
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """URL scheme -> prefix of the environment variables with credentials."""
@@ -80,7 +80,7 @@ class Objects(PayloadStore):
     def get_all(self, digests: Sequence[str], *, mapped: bool = False) -> Iterator[Buffer]:
         return self._in_parallel(self.get, digests)
 
-    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+    def check_all(self) -> Iterator[tuple[str, Unusable | None]]:
         digests = self.digests()
         while part := list(islice(digests, PART)):
             yield from zip(part, self._in_parallel(self.reading_error, part), strict=True)
@@ -149,7 +149,7 @@ class Objects(PayloadStore):
                     return None
                 raise self._converted_error(e) from None  # its text may hold credentials
 
-        tell = (lambda error: None) if self._tell is None else once(self._tell)
+        tell = (lambda error: None) if self._tell is None else without_repeats(self._tell)
         return patiently(attempt, seconds=self._patience, tell=tell)
 
     def _converted_error(self, error: Exception) -> Exception:

@@ -61,7 +61,7 @@ class PayloadStore(Protocol):
         """Return the names of entries that are no payloads, left by other software or by a process that died."""
         return []
 
-    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+    def check_all(self) -> Iterator[tuple[str, Unusable | None]]:
         """Read every payload. Yield each digest in order, with the error if the payload is unusable, else None."""
         for digest in self.digests():
             yield digest, self.reading_error(digest)
@@ -77,7 +77,7 @@ class PayloadStore(Protocol):
     def verify(self) -> list[str]:
         """Read every payload, and return the problems, each naming a digest; [] if the store is sound."""
         # A payload that is not found was deleted meanwhile.
-        return [error.message for _, error in self.checked() if isinstance(error, CorruptPayload)]
+        return [error.message for _, error in self.check_all() if isinstance(error, CorruptPayload)]
 
     def close(self) -> None:
         """Close connections, if the store keeps any."""

@@ -25,7 +25,7 @@ from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability, Tell
 from trinity_es.events.store.database.disk_errors import refusal
-from trinity_es.events.store.database.retry import is_transient, once
+from trinity_es.events.store.database.retry import is_transient, without_repeats
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import (
@@ -45,7 +45,9 @@ from trinity_es.events.store.payloads.payload_store import (
     require_digest,
 )
 
-__all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "open_place", "patient", "settle_place"]
+__all__ = [
+    "Buffer", "PayloadStore", "digest_of", "open_lazily", "open_payloads", "open_place", "patient", "settle_place",
+]
 
 T = TypeVar("T")
 
@@ -155,7 +157,7 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     return _Rows(store.database, seconds, tell) if isinstance(store, _Rows) else store
 
 
-def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
+def open_lazily(opens: Callable[[], PayloadStore]) -> PayloadStore:
     """Return a store that calls `opens` on first use. That use raises any error of `opens`."""
     return cast(PayloadStore, _StoreOnDemand(opens))
 
@@ -310,7 +312,7 @@ class _Rows(PayloadStore):
 
     def _new_reporter(self) -> Callable[[Exception], None] | None:
         """Return a function for one call that passes its errors to `tell`, repeated ones once; None without `tell`."""
-        return None if self._tell is None else once(self._tell)
+        return None if self._tell is None else without_repeats(self._tell)
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self.database.read(work, patience=self._patience, tell=self._new_reporter())
