@@ -339,8 +339,7 @@ class Experience:
     @classmethod
     def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
         """Return a payload with these experiences. Equal ones give equal bytes. Raises DataError as `validate`."""
-        items = [e.item() for e in experiences]
-        return encode(items, columns_of([e.__dict__ for e in experiences]))
+        return encode([e.item() for e in experiences], columns_of([e.__dict__ for e in experiences]))
 
     def item(self) -> dict[str, Any]:
         """Return the JSON that a payload holds of this experience beside its arrays. Raises DataError as `validate`."""

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.store.records.log_values import Recorded
-from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
-    from trinity_es.projections.reading.log_reader import Log
     from trinity_es.projections.tables.batch_queries import BatchRow
+    from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
 __all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
-
-NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
-"""Types of rare events without those of leases, which are many if runs use sandboxes."""
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -111,17 +106,15 @@ class Distributions:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-def distributions(log: Log, batch_ids: Sequence[BatchId]) -> Distributions:
-    """Collect the distributions of these batches from the events of their attempts. Raises BatchNotFound.
+def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
+    """Collect the distributions of these batches from the events of their attempts, given as (type, JSON).
 
     The JSON is read directly, because making event objects would take most of the time.
     """
     collected = Distributions(batch_ids=list(batch_ids))
-    types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
-    starts = [(batch_stream(b), log.batch_row(b).first_position) for b in batch_ids]
-    for item in (r for stream, start in starts for r in log.read(stream=stream, types=types, after=start)):
-        event = orjson.loads(item.data)
-        if item.type == "AttemptFailed":
+    for type_name, data in events:
+        event = orjson.loads(data)
+        if type_name == "AttemptFailed":
             collected.failures[event["kind"]] += 1
             if event.get("seconds"):
                 collected.failed_seconds.append(event["seconds"])
@@ -177,32 +170,29 @@ def _curve_point(row: BatchRow, value: float) -> Point:
     return Point(batch_id=row.batch_id, step=step, name=name, value=value)
 
 
-def summarize(log: Log, recent: int) -> Overview:
-    """Return a summary of the run, with its last `recent` rare events and stalls."""
-    head, rows, lives = log.head().position, log.batches(), log.runner_lives()
-    first, last = log.at(min(head, 1)), log.at(head)
-    last_at = None if last is None else last.recorded_at
+def summarize(
+    *, head: int, first_at: float | None, last_at: float | None, rows: Sequence[BatchRow], config: dict[str, Any],
+    lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
+    losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
+) -> Overview:
     finalized_rows = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized_rows.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _curve_point(r, r.reward)) for r in finalized_rows if r.reward is not None]
     loss_counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for (kind, reason), count in log.losses().items():
+    for (kind, reason), count in losses.items():
         loss_counts[kind][_NUMBER.sub("N", reason) if kind == "task" else reason] += count
     sums = {name: sum(getattr(row, name) for row in rows) for name in (
         "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
-        head=head, first_at=None if first is None else first.recorded_at, last_at=last_at, config=log.config()[1],
+        head=head, first_at=first_at, last_at=last_at, config=config,
         states=dict(Counter(row.state for row in rows)), **sums,
-        trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=log.model_version(),
+        trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=model_version,
         runners=dict(Counter({life.runner: life.how for life in lives}.values())),
-        runner_deaths=sum(life.died for life in lives),
-        coordinator_starts=sum(1 for _ in log.rare(["CoordinatorStarted"])),
+        runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
         staleness=[_curve_point(r, r.staleness) for r in finalized_rows if r.staleness is not None],
-        throughput=throughput(rows, last_at or 0.0),
-        stalls=list(log.rare(["StallDetected"], limit=recent, descending=True)),
-        recent=list(log.rare(NOTABLE, limit=recent, descending=True)),
+        throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
         attempts_failed=loss_counts["attempt"], tasks_dropped=loss_counts["task"],
         experiences_dropped=loss_counts["experience"],
     )

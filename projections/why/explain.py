@@ -211,8 +211,7 @@ def _wait_for_system(
         return down(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
-        ended = "it has ended (guardian.log says why)"
-        how = ended if facts.get("released") else f"its processes are gone{pid}"
+        how = "it has ended (guardian.log says why)" if facts.get("released") else f"its processes are gone{pid}"
         if facts.get("copied_from"):
             how = f"it is a copy of {facts['copied_from']}, and the system in it belongs to the original"
         last = "" if snapshot.last_at is None else f"; the last event was at {local_time(snapshot.last_at)}"

@@ -93,9 +93,8 @@ def verify(
             progress(chain.position, end)
 
     def next_page(connection: Connection, until: int) -> Sequence[Any]:
-        values = {"after": chain.position, "until": until, "size": PAGE}
         with raw_text(connection):
-            return connection.execute(_PAGE, values).all()
+            return connection.execute(_PAGE, {"after": chain.position, "until": until, "size": PAGE}).all()
 
     def check_end(connection: Connection) -> None:
         if database.dialect == "postgresql":

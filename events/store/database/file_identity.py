@@ -179,8 +179,7 @@ class OpenedFiles:
                 head = file.read(100)
         except OSError:
             return True
-        page_bytes = _page_bytes(head)
-        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * page_bytes > size
+        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * _page_bytes(head) > size
 
     def _is_wal_cut(self, size: int) -> bool:
         """Return True if a write-ahead log of this size is shorter than its index says. After a restart it is not."""

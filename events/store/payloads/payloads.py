@@ -329,8 +329,7 @@ class _Rows(PayloadStore):
         if not self._read(lambda c: c.execute(has_same_bytes).scalar_one_or_none()):
             insertion = insert(schema.payloads).values(digest=digest, data=data)
             columns = {"data": insertion.excluded.data}
-            statement = insertion.on_conflict_do_update(index_elements=["digest"], set_=columns)
-            self._write(lambda c: c.execute(statement))
+            self._write(lambda c: c.execute(insertion.on_conflict_do_update(index_elements=["digest"], set_=columns)))
         return digest
 
     def get(self, digest: str) -> bytes:
