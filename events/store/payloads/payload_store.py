@@ -74,11 +74,6 @@ class PayloadStore(Protocol):
             return e
         return None
 
-    def verify(self) -> list[str]:
-        """Read every payload, and return the problems, each naming a digest; [] if the store is sound."""
-        # A payload that is not found was deleted meanwhile.
-        return [error.message for _, error in self.check_all() if isinstance(error, CorruptPayload)]
-
     def close(self) -> None:
         """Close connections, if the store keeps any."""
         return

@@ -124,9 +124,9 @@ def test_changed_bytes_are_never_returned(store: PayloadStore, store_url: str) -
     assert store.get(good) == b"good"
     with pytest.raises(CorruptPayload, match=bad):
         store.get(bad)
-    problems = store.verify()
-    assert len(problems) == 1
-    assert bad in problems[0]
+    errors = {digest: str(error) for digest, error in store.check_all() if error is not None}
+    assert errors.keys() == {bad}
+    assert bad in errors[bad]
 
 
 @pytest.mark.parametrize("length", [0, 3, 19_000])
@@ -141,7 +141,7 @@ def test_what_a_loss_of_power_left_is_put_right_by_putting_it_again(
         store.get(digest)
     assert store.put(data) == digest
     assert store.get(digest) == data
-    assert store.verify() == []
+    assert list(store.check_all()) == [(digest, None)]
 
 
 def test_a_file_that_can_not_be_read_is_written_anew(tmp_path: Path) -> None:
@@ -237,8 +237,7 @@ def test_many_threads_may_put_the_same_and_different_bytes(store: PayloadStore) 
     for t in threads:
         t.join(60)
     assert not errors
-    assert len(list(store.digests())) == 41
-    assert store.verify() == []
+    assert [error for _, error in store.check_all()] == [None] * 41
 
 
 def test_a_full_disk_is_told_and_leaves_no_half_payload(tmp_path: Path) -> None:

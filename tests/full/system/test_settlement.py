@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import trinity_es
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import ROWS, command, kill_run, make_config, went_well
 from tests.helpers.systems import StartSystem, events, kill_system, pid_of, play_batch
 from trinity_es import Task
@@ -22,7 +23,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.payload_format import Payload
 from trinity_es.events.store.payloads.payload_store import inlined, is_inline
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
