@@ -60,7 +60,7 @@ class HostRow:
     reason: str = ""
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         """True if the host belongs to the run now, as far as this machine can see."""
         return self.state in ("leads", "unseen", "joined", "draining")
 
@@ -96,9 +96,9 @@ def host_list(
         row.runner_deaths += runner_life.died and not runner_life.went_with_host
         row.attempts_lost += runner_life.attempts_lost
         is_alive = last_runner_lives[runner_life.runner] is runner_life and runner_life.how == "running"
-        if is_alive and (row.there or not row.host):
+        if is_alive and (row.is_present or not row.host):
             row.runners.append(runner_life.runner)
-            if runner_life.ready_at is not None and row.there:
+            if runner_life.ready_at is not None and row.is_present:
                 row.ready.append(runner_life.runner)
                 row.runner_places += runner_life.places
     if live is not None:

@@ -57,7 +57,7 @@ class Needs:
         stored = [row for row in rows if not is_inline(row[0])]
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", stored)
 
-    def way_out(self, digest: str) -> str:
+    def redo_advice(self, digest: str) -> str:
         """Return advice to generate a lost payload again, as the end of a sentence; "" if that is impossible."""
         rows = self._scratch.execute(
             "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
@@ -108,7 +108,7 @@ class Needs:
         """Record batches whose payloads were freed, as {batch stream: position of the PayloadsFreed}."""
         self._freed |= freed
 
-    def listed(self) -> Iterator[tuple[str, str]]:
+    def remaining(self) -> Iterator[tuple[str, str]]:
         """Remove the payloads of freed batches. Return (digest, owner) of each needed payload, in order of digests."""
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
         self._freed = {}
@@ -132,7 +132,7 @@ class Payloads:
 
     def check(self, progress: Callable[[int, int], None] | None) -> None:
         """Read all payloads, and fill `problems` and `notes`. `progress(done, total)` counts payloads."""
-        needed = self._needs.listed()
+        needed = self._needs.remaining()
         try:
             store = open_payloads(self._url, create=False)
         except LogNotFound as e:
@@ -165,13 +165,13 @@ class Payloads:
                 owner = next_needed[1]
                 next_needed = next(needed, None)
             if isinstance(error, CorruptPayload):
-                way_out = self._needs.way_out(digest)
-                self.problems.add(f"{owner}: {error.message}{way_out}" if owner else error.message)
+                advice = self._needs.redo_advice(digest)
+                self.problems.add(f"{owner}: {error.message}{advice}" if owner else error.message)
             if progress and self.read_count % 100 == 0:
                 progress(self.read_count, max(self.read_count, needed_count))
         missing_payloads += [*([] if next_needed is None else [next_needed]), *needed]
         for digest, owner in self._still_needed(missing_payloads):
-            self.problems.add(f"{owner}: payload {digest} is missing{self._needs.way_out(digest)}")
+            self.problems.add(f"{owner}: payload {digest} is missing{self._needs.redo_advice(digest)}")
         if progress:
             progress(self.read_count, self.read_count)
         self._add_note(unneeded_digests, "payloads are named by no event: their runner ended before its result was "
@@ -190,5 +190,5 @@ class Payloads:
             return []
         events = self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.last_position)
         self._needs.free(freed_positions(events))
-        owners = dict(self._needs.listed())
+        owners = dict(self._needs.remaining())
         return [(digest, owners[digest]) for digest, _ in missing_payloads if digest in owners]

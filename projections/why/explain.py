@@ -158,7 +158,7 @@ def _waits_of_open(
     for flight in state.flights.values():
         w = _wait_on_runner(snapshot, batch, flight, lives, now, usual)
         yield ranked(with_host_state(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
-    lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
+    lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.is_present}
     for r in lives.values():
         if r.state == "ready" and refuses_weights(snapshot, r):
             yield ranked(wait_for_outdated_runner(r))

@@ -26,7 +26,7 @@ def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now:
         if host.state != row["state"]:  # log and status are from different moments
             host.state, host.since = row["state"], None
         host.reason = row.get("reason") or host.reason
-        if host.there and not row["connected"]:
+        if host.is_present and not row["connected"]:
             host.heard, host.why_away = now - float(row.get("away_for") or 0.0), row.get("why_away") or ""
     return hosts
 
@@ -37,7 +37,7 @@ def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, tim
         return waiting
     waiting = replace(waiting, host=host.name)
     unit = waiting.text.partition(": ")[0]
-    if not host.there:
+    if not host.is_present:
         end = "is lost" if host.state == "lost" else "left"
         text = f"{unit}: its host {host.name} {end}{_since_and_reason(host)}, so it is attempted again"
         return replace(waiting, cause="lost", text=text)

@@ -107,7 +107,7 @@ class HostSnapshot:
     why_away: str = ""
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         return self.state in ("joined", "draining")
 
 

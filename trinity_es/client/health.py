@@ -148,7 +148,7 @@ def read_health(config: Config) -> dict[str, Any]:
             if log.streams(HostJoined.stream):
                 listed_names = {h["host"] for h in health["hosts"]}
                 health["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
-                                if row.host and (row.there or row.host in listed_names)]
+                                if row.host and (row.is_present or row.host in listed_names)]
             return whys
 
     try:
@@ -213,7 +213,7 @@ def _add_from_log(log: Log, health: dict[str, Any]) -> None:
     ]
     if health["runners"]:
         return
-    absent_hosts = {host for host, life in last_lives(log.hosts()).items() if not life.there}
+    absent_hosts = {host for host, life in last_lives(log.hosts()).items() if not life.is_present}
     last_lives_of_runners = {life.runner: life for life in log.runner_lives()}.values()
     health["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,

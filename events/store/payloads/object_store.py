@@ -62,7 +62,7 @@ class Objects(PayloadStore):
         """Return this store with calls that retry passing errors for `seconds`. `tell` gets each new error."""
         return Objects(self._url, seconds, tell, self._store)
 
-    def require(self) -> None:
+    def require_bucket(self) -> None:
         """Check that the bucket can be read. Raises LogUnavailable, also for a missing bucket and bad credentials."""
         next(self._keys(), None)
 

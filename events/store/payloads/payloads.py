@@ -83,13 +83,13 @@ def open_place(
         return _Files(folder, create, durability)
     if place:
         objects = Objects(place, patience)
-        objects.require()
+        objects.require_bucket()
         return objects
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{os.path.realpath(parsed.database or '')}.payloads"), create, durability)
     rows = _Rows(Database(url, durability=durability, read_only=not create, patience=patience), patience)
-    rows.require(create)
+    rows.require_table(create)
     return rows
 
 
@@ -298,7 +298,7 @@ class _Rows(PayloadStore):
     def __init__(self, database: Database, patience: float, tell: Tell | None = None) -> None:
         self.database, self._patience, self._tell = database, patience, tell
 
-    def require(self, create: bool) -> None:
+    def require_table(self, create: bool) -> None:
         """Check that the table exists, or create it with `create`. Raises LogNotFound."""
         try:
             if self._read(lambda c: inspect(c).has_table(schema.payloads.name)):

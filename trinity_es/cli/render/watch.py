@@ -200,7 +200,7 @@ def _hosts_table(overview: RunOverview) -> Table:
         ready_count = sum(life.ready_at is not None for life in running)
         table.add_row(
             Text(plain(f"{host.host} #{host.epoch}", 40)), state_text(host.state), clock(host.since, date=True),
-            f"{ready_count} of {len(running)}" if host.there else "", f"{overview.finished.get(host.host, 0):,}",
+            f"{ready_count} of {len(running)}" if host.is_present else "", f"{overview.finished.get(host.host, 0):,}",
             devices(host.places), Text(error_line(host.reason, 80)),
         )
     return table
