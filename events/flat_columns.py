@@ -52,7 +52,6 @@ class FlatColumn:
 
     @classmethod
     def empty(cls, rows: int, dtype: np.dtype[Any]) -> FlatColumn:
-        """Return a column for `rows` experiences without an array."""
         return cls(np.empty(0, dtype), np.zeros(rows + 1, np.int64), np.zeros(rows, np.bool_))
 
     @classmethod

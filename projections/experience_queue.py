@@ -150,7 +150,6 @@ def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: in
 
 
 def read_older(state: QueueState, log: EventLog) -> None:
-    """Read the `unread` deliveries and add them to the queue."""
     if state.unread:
         add_older(state, find_older(log, dict(state.unread), state.capacity - state.size))
 

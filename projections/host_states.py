@@ -39,7 +39,6 @@ class Host:
 
     @property
     def is_present(self) -> bool:
-        """True if the host belongs to the run now."""
         return self.state in ("joined", "draining")
 
 

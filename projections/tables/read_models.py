@@ -372,7 +372,6 @@ def read_totals(connection: sa.Connection) -> list[Totals]:
 
 
 def read_losses(connection: sa.Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
-    """Return {(`attempt`, `task` or `experience`, reason): number of losses}, of one batch or all."""
     c = losses.c
     query = sa.select(c.what, c.why, sa.func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
     if stream is not None:

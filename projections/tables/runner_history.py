@@ -381,10 +381,10 @@ def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
 
 
 def _system_end(connection: sa.Connection, after: int, before: int, commit_id: str | None = None) -> float | None:
-    """Return when the system ended that ran before the last start of a coordinator between two positions.
+    """Return when the previous system ended, by the last start of a coordinator between two positions.
 
-    This is the time of the last event before that start. None if no coordinator started there, or if the start is not
-    in the commit `commit_id`, with which it would have recorded its losses.
+    This is the time of the last event before that start; None if no coordinator started there. With `commit_id`, also
+    None if the start is in another commit. A coordinator records lost attempts in the commit of its start.
     """
     e = schema.events.c
     started = connection.execute(sa.select(e.position, e.commit_id).where(
@@ -434,13 +434,11 @@ def count_weights(connection: sa.Connection) -> int:
 
 
 def read_deliveries_by_version(connection: sa.Connection) -> dict[int, int]:
-    """Return {weights version: number of delivered experiences that it made}. Version 0 is the original model."""
     query = sa.select(_made.c.version, sa.func.sum(_made.c.experiences)).group_by(_made.c.version)
     return {version: int(count) for version, count in connection.execute(query)}
 
 
 def batches_made_by(connection: sa.Connection, version: int, limit: int) -> list[tuple[str, int]]:
-    """Return (batch stream, number of delivered experiences that this version made), newest first, at most `limit`."""
     query = sa.select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
     rows = connection.execute(query.order_by(_made.c.position.desc()).limit(limit))
     return [(stream, count) for stream, count in rows]

@@ -276,7 +276,7 @@ class _Fold:
                               f"what came before it: {type(e).__name__}: {e}")
 
     def _fold_lease_event(self, item: Recorded) -> None:
-        """Fold one lease event, and report it if it can't follow, or if a lease was taken by an attempt not running."""
+        """Fold one lease event. Report it if it can't follow, or if the attempt that took the lease was not running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
             evolve_leases(self._open_leases, item.event)

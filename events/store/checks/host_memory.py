@@ -136,7 +136,6 @@ class MemoryFile:
             self._write([*stored_claims[:1], *self._others])
 
     def keep_only(self, mark: Mark) -> None:
-        """Store this mark and drop all other claims."""
         self._others = []
         self.note(mark)
 

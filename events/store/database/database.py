@@ -125,7 +125,7 @@ class Database:
     # --- transactions -----------------------------------------------------------------------------------------------
     def read(self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None) -> T:
         """Run `work` in a reading transaction. Passing errors go to `tell` and are retried. Raises LogUnavailable."""
-        self._check_process()
+        self._require_same_process()
 
         def attempt() -> T:
             with self.engine.connect() as connection, connection.begin():
@@ -142,7 +142,7 @@ class Database:
         Passing errors are retried, so `work` must check whether an earlier try was committed. `size`: approximate
         number of bytes that `work` writes. Raises LogUnavailable.
         """
-        self._check_process()
+        self._require_same_process()
         if self.read_only:
             raise LogUnavailable(f"{self.shown} was opened for reading only; open it without read_only to write")
 
@@ -178,11 +178,6 @@ class Database:
         return result
 
     def require_place(self) -> None:
-        """Raise LogReplaced unless the open SQLite file is still at its path. Nothing to do on PostgreSQL.
-
-        If only the write-ahead log lost its name, move its content into the file. Costs some calls of `stat`. Raises
-        LogReplaced, LogCorrupt, LogUnavailable.
-        """
         if self._files is None or self.read_only:
             return
         try:
@@ -291,8 +286,7 @@ class Database:
             else:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def _check_process(self) -> None:
-        """Raise LogUnavailable in a process that was forked from the one that opened the database."""
+    def _require_same_process(self) -> None:
         if os.getpid() != self._pid:
             raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this process")
 

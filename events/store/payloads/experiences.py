@@ -232,5 +232,4 @@ class _Originals:
 
 
 def key_of(e: Experience) -> ExperienceKey:
-    """Return the parts of an experience's id: batch, task, run, step, suffix."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

@@ -52,8 +52,8 @@ def rare_page(
 def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
     """Return the position of the last event recorded at or before `time` (unix seconds); 0 if there is none.
 
-    `steps` are the log's `ClockStepped` events. With any, search the last stretch between two steps that began by then.
-    Raises LogCorrupt.
+    `steps` are the log's `ClockStepped` events. If there are any, search only the last stretch between two steps that
+    began by then. Raises LogCorrupt.
     """
     begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
     end = min((s.position for s in steps if s.position > begin), default=None)
