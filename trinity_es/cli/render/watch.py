@@ -27,7 +27,8 @@ from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.host_states import HostLife, host_of, last_lives
-from trinity_es.projections.reading.log_reader import NOTABLE, Log
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.overview import NOTABLE
 from trinity_es.projections.tables.batch_queries import BatchRow
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural_key
 from trinity_es.projections.why.system_state import Followed
