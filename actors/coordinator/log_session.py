@@ -32,7 +32,7 @@ from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.sender_mark_checks import SenderMarkChecks
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
-from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, claims_of, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, claims_of, rewound_error
 from trinity_es.events.store.database.retry import Backoff, is_transient
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog, Lease
@@ -178,7 +178,7 @@ class LogSession:
         if self.phase is Phase.ENDED:
             return
         if isinstance(result, LogNotFound | NotALog) and self._claims:
-            result = rewound(masked(self._store.url), None, self._claims)
+            result = rewound_error(masked(self._store.url), None, self._claims)
         if isinstance(result, LogRewound):
             self.stop(result)
             return

@@ -20,7 +20,7 @@ from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability
-from trinity_es.events.store.database.disk_errors import refusal
+from trinity_es.events.store.database.disk_errors import write_error_text
 from trinity_es.events.store.database.urls import parse_url
 
 __all__ = ["Journals", "Life", "open_journals"]
@@ -86,7 +86,7 @@ class _Files:
         except OSError as e:
             raise LogUnavailable(
                 f"{len(data)} bytes of a journal can't be written in {self._root} ({e.strerror}): "
-                f"{refusal(self._root, len(data), e)}"
+                f"{write_error_text(self._root, len(data), e)}"
             ) from e
 
     def _segment_handle(self, life: Life, segment: int) -> int:

@@ -31,7 +31,7 @@ from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import CommitMismatch, ConcurrencyError, LogCorrupt, LogUnavailable
 from trinity_es.events.store import writer_lease
-from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, find_lost, require_known, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, find_lost, require_known, rewound_error
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
 from trinity_es.events.store.database.log_opening import open_schema
@@ -235,7 +235,7 @@ class EventLog:
         """Raise LogRewound if the log lacks a claimed event. Later appends check the newest claim again."""
         head, lost_claims = self.lost_claims(claims)
         if lost_claims:
-            raise rewound(self.url, head, lost_claims)
+            raise rewound_error(self.url, head, lost_claims)
         for mark, _ in claims:
             if mark.generation == head.generation:
                 self._acknowledge(mark)

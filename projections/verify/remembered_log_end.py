@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trinity_es.events import errors
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.checks.log_end import Claim, MemoryFile, rewound
+from trinity_es.events.store.checks.log_end import Claim, MemoryFile, rewound_error
 from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.verify.tables import UNREADABLE
@@ -41,5 +41,5 @@ def loss_text(log: EventLog, remembered: Sequence[Claim]) -> str | None:
     """Describe the loss if the log lacks remembered events; None if it has all of them."""
     with suppress(*UNREADABLE, errors.LogCorrupt):  # an unreadable head or event is already reported
         head, missing_claims = log.lost_claims(remembered)
-        return rewound(log.url, head, missing_claims).message if missing_claims else None
+        return rewound_error(log.url, head, missing_claims).message if missing_claims else None
     return None

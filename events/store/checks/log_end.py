@@ -30,8 +30,8 @@ from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "MemoryFile", "accepted", "claim_to_dict", "claims_of", "find_lost", "lost_between",
-    "require_known", "rewound",
+    "HERE", "Claim", "Mark", "MemoryFile", "acceptance", "claim_to_dict", "claims_of", "find_lost", "lost_between",
+    "require_known", "rewound_error",
 ]
 
 
@@ -59,7 +59,7 @@ def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str,
     if mark is not None:
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
         if _hash_at(connection, end, mark.position) != mark.hash:
-            raise rewound(url, end, [Claim(mark, "this process")])
+            raise rewound_error(url, end, [Claim(mark, "this process")])
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
@@ -80,7 +80,7 @@ def _given_up_generations(connection: Connection) -> set[str]:
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 
 
-def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
+def rewound_error(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     """Return an error that names the acknowledged end, the log's end, and what to do. `head`: None without a log."""
     claim = max(lost, key=lambda c: c.mark.position)
     mark, other_holders = claim.mark, sorted({c.by for c in lost} - {claim.by})
@@ -105,7 +105,7 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     )
 
 
-def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
+def acceptance(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
     """Return the event that accepts the loss of these claims. The log ends at `head` and gets a new `generation`."""
     positions = [c.mark.position for c in lost if c.mark.generation == head.generation]
     foreign_positions = [c.mark.position for c in lost if c.mark.generation != head.generation]

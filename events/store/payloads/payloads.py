@@ -24,7 +24,7 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, L
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability, Tell
-from trinity_es.events.store.database.disk_errors import refusal
+from trinity_es.events.store.database.disk_errors import write_error_text
 from trinity_es.events.store.database.retry import is_transient, without_repeats
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.payloads.object_store import Objects
@@ -213,7 +213,7 @@ class _Files(PayloadStore):
         except OSError as e:
             raise LogUnavailable(
                 f"a payload of {len(data)} bytes can't be stored in {self._root} ({e.strerror}): "
-                f"{refusal(self._root, len(data), e)}"
+                f"{write_error_text(self._root, len(data), e)}"
             ) from e
         return digest
 

@@ -13,7 +13,7 @@ from tests.helpers.faults import rewind
 from tests.helpers.logs import dropped
 from trinity_es.events.errors import LogRewound
 from trinity_es.events.store.checks.host_memory import SIZE
-from trinity_es.events.store.checks.log_end import HERE, Claim, Mark, MemoryFile, accepted, lost_between
+from trinity_es.events.store.checks.log_end import HERE, Claim, Mark, MemoryFile, acceptance, lost_between
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import RewindAccepted
@@ -88,7 +88,7 @@ class TestAgainstTheLog:
         rewind(open_log(), 2)
         log = open_log(projectors=projectors())
         head, lost = log.lost_claims(known(marks[3]))
-        event = accepted(head, lost, "anew", "me on this host", "the backup of Monday")
+        event = acceptance(head, lost, "anew", "me on this host", "the backup of Monday")
         assert (event.first, event.last, event.kept) == (3, 4, 2)
         log.append([Write(stream="system", expected_version=0, events=[event])], commit_id="accept", generation="anew")
         assert log.head().generation == "anew"
