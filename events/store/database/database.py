@@ -110,14 +110,10 @@ class Database:
         if os.getpid() != self._pid:
             return  # a forked child must not touch its parent's connections
         with self._thread_lock:
-            if self.path and not self.read_only and self._lock_file >= 0:
-                try:
-                    with self._file_lock():
-                        self.engine.dispose()
-                except (LogError, OSError):
+            if self._lock_file >= 0:
+                with contextlib.suppress(LogError, OSError), self._file_lock():
                     self.engine.dispose()
-            else:
-                self.engine.dispose()
+            self.engine.dispose()
             if self._lock_file >= 0:
                 os.close(self._lock_file)
                 self._lock_file = -1
@@ -165,16 +161,13 @@ class Database:
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         """Run `work` once in a transaction. Before and after the commit, check that the SQLite file is at its path."""
-        files = self._files
+        require_names = (lambda: None) if self._files is None else self._files.require_names
         with self._writing_engine.connect() as connection:
             with connection.begin():
-                if files is not None:
-                    files.require_names()
+                require_names()
                 result = work(connection)
-                if files is not None:
-                    files.require_names()
-            if files is not None:  # a commit into a file that lost its name must not be acknowledged
-                files.require_names()
+                require_names()
+            require_names()  # a commit into a file that lost its name must not be acknowledged
         return result
 
     def require_place(self) -> None:

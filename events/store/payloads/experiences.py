@@ -211,7 +211,9 @@ class _Originals:
                 base_place = (sources.setdefault(digest, len(sources)), number)
                 payload, base_fields = self._open(digest)
                 item, fields = difference(fields, item, base_fields[number], payload.items[number], base_place)
-                self._release(digest)
+                self._remaining[digest] -= 1
+                if not self._remaining[digest]:  # free the decoded payload, since a batch may be large
+                    del self._opened[digest]
             items.append(item)
             arrays.append(fields)
         return encode(items, columns_of(arrays), list(sources))
@@ -223,12 +225,6 @@ class _Originals:
             decoder.add(payload, range(len(payload.items)), {})
             self._opened[digest] = payload, fields_of(decoder.decoded())
         return self._opened[digest]
-
-    def _release(self, digest: str) -> None:
-        """Count down the experiences that need this payload. Free it after the last one, since a batch may be large."""
-        self._remaining[digest] -= 1
-        if not self._remaining[digest]:
-            del self._opened[digest]
 
 
 def key_of(e: Experience) -> ExperienceKey:
