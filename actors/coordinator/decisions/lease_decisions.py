@@ -19,16 +19,8 @@ from trinity_es.projections.leases import OpenLease, OpenLeases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
-    "GRACE_SECONDS",
-    "SPLIT",
-    "IsBeingRead",
-    "apply_change",
-    "apply_release",
-    "end_of_attempt",
-    "find_attachable",
-    "find_due",
-    "give_up",
-    "new_orphan_events",
+    "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "apply_release", "end_of_attempt", "find_attachable",
+    "find_due", "give_up", "new_orphan_events",
 ]
 
 GRACE_SECONDS = 30.0
