@@ -17,7 +17,7 @@ from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
+from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_positions
 
 __all__ = ["Needs", "Payloads"]
 
@@ -86,17 +86,12 @@ class Needs:
             case ev.BatchSubmitted() | ev.TasksAdded():
                 if event.tasks_digest is not None:
                     yield event.tasks_digest, f"{owner} (its tasks)", None, item.position
-            case ev.RunsFinished():  # or its subclass TaskFinished
-                if event.payload is not None:
-                    yield event.payload.digest, owner, stream, self._submitted.get(stream, 0)
-            case ev.AttemptKept():
-                yield event.payload, owner, stream, self._submitted.get(stream, 0)
-            case ev.BatchFinalized():
+            case ev.RunsFinished() | ev.AttemptKept() | ev.BatchFinalized():
                 submission_position = self._submitted.get(stream, 0)
-                yield from ((ref.digest, owner, stream, submission_position) for ref in event.experiences)
+                yield from ((digest, owner, stream, submission_position) for digest in experience_digests([item]))
             case ev.ExperiencesProcessed():
                 owner = f"position {item.position} (experiences handed in)"
-                yield from ((ref.digest, owner, None, item.position) for ref in event.experiences)
+                yield from ((digest, owner, None, item.position) for digest in experience_digests([item]))
             case ev.AnswersRecorded():
                 for answer in event.answers:
                     if answer.payload is not None:
