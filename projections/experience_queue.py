@@ -110,9 +110,7 @@ def _add_delivery(state: QueueState, stream: str, version: int, event: ev.BatchF
 
     count = event.selected
     versions = np.zeros(count, np.int64)  # 0 for experiences whose version the event does not have
-    recorded: list[int] = []
-    for repeats, version_of_weights in event.model_versions:
-        recorded += [version_of_weights] * repeats
+    recorded = [weights_version for repeats, weights_version in event.model_versions for _ in range(repeats)]
     versions[: len(recorded)] = recorded[:count]  # a slice beyond the end is as long as the array
     state.deliveries[stream, version] = Delivery(
         batch_id=event.result["batch_id"], version=version, refs=list(event.experiences), model_versions=versions,

@@ -26,7 +26,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability, Tell
 from trinity_es.events.store.database.disk_errors import write_error_text
 from trinity_es.events.store.database.retry import is_transient, without_repeats
-from trinity_es.events.store.database.urls import masked, parse_url
+from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import (
     folder_of,
@@ -85,9 +85,8 @@ def open_place(
         objects = Objects(place, patience)
         objects.require_bucket()
         return objects
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        return _Files(Path(f"{os.path.realpath(parsed.database or '')}.payloads"), create, durability)
+    if (file := file_of(url)) is not None:
+        return _Files(Path(f"{os.path.realpath(file)}.payloads"), create, durability)
     rows = _Rows(Database(url, durability=durability, read_only=not create, patience=patience), patience)
     rows.require_table(create)
     return rows
