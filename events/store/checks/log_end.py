@@ -8,7 +8,7 @@ loss (`RewindAccepted`), the log gets a new generation, and marks of earlier gen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, select
@@ -35,23 +35,19 @@ __all__ = [
 ]
 
 
-def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
+def find_lost(connection: Connection, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
     """Return the end of the log, and the claims that are false: the log lacks the event of their mark."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
-    lost_claims = []
-    earlier_generations: set[str] | None = None  # read when a claim needs them
-    for claim in claims:
-        mark = claim.mark
+    has_other_generations = any(claim.mark.generation != head.generation for claim in claims)
+    given_up = _given_up_generations(connection) if has_other_generations else set[str]()
+
+    def is_lost(mark: Mark) -> bool:
         if mark.generation == head.generation:
-            is_lost = _hash_at(connection, head, mark.position) != mark.hash
-        else:
-            if earlier_generations is None:
-                earlier_generations = _given_up_generations(connection)
-            is_lost = mark.generation not in earlier_generations
-        if is_lost:
-            lost_claims.append(claim)
-    return head, lost_claims
+            return _hash_at(connection, head, mark.position) != mark.hash
+        return mark.generation not in given_up
+
+    return head, [claim for claim in claims if is_lost(claim.mark)]
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
