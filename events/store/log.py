@@ -17,6 +17,7 @@ commit). On PostgreSQL both mean "power", if the server's `fsync` is on.
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,9 +303,9 @@ class EventLog:
         if types is not None:
             query = statements.page_of(stream is not None, tuple(types))
         values = {"stream": stream, "until": statements.MAX_POSITION if until is None else until}
-        remaining, version = limit, 0
-        while remaining is None or remaining > 0:
-            size = PAGE if remaining is None else min(PAGE, remaining)
+        remaining, version = math.inf if limit is None else limit, 0
+        while remaining > 0:
+            size = int(min(PAGE, remaining))
             values |= {"after": after, "version": version, "limit": size}
             page = self._db.read(partial(query.rows, values=values))
             for row in page:
@@ -322,8 +323,7 @@ class EventLog:
                         )
                 after, version = position, row_version
                 yield from_row(row)
-            if remaining is not None:
-                remaining -= len(page)
+            remaining -= len(page)
             if len(page) < size:
                 return
 
@@ -337,9 +337,9 @@ class EventLog:
         grow with the log. Raises ValueError for a bulk type.
         """
         rare_types = require_rare(types)
-        remaining = limit
-        while remaining is None or remaining > 0:
-            size = PAGE if remaining is None else min(PAGE, remaining)
+        remaining = math.inf if limit is None else limit
+        while remaining > 0:
+            size = int(min(PAGE, remaining))
             query = partial(rare_page, types=rare_types, after=after, before=before, size=size, descending=descending)
             page = self._db.read(query)
             yield from map(from_row, page)
@@ -349,7 +349,7 @@ class EventLog:
                 before = page[-1].position
             else:
                 after = page[-1].position
-            remaining = None if remaining is None else remaining - len(page)
+            remaining -= len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
         """Return the last event of this type in a stream, or None if none has a position greater than `after`."""

@@ -252,11 +252,10 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
     if batch.error:
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"
         return Waiting(cause="finalize_failed", what="the trainer", text=text, since=batch.moved_at)
-    rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
     have = "all its tasks are settled"
     if settled_count != task_count:
         have = f"{settled_count} of {task_count} tasks are settled, enough"
-    row = rows.get(state.batch_id, {})
+    row = next((r for r in (live or {}).get("batches", []) if r.get("batch_id") == state.batch_id), {})
     if row.get("waited_for"):
         rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
             "the rest, at most explorer.over_rollout.wait_after_min seconds")

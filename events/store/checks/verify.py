@@ -265,7 +265,6 @@ def _compare_with_tables(connection: Connection, chain: _ChainCheck, heads: Sequ
             beyond = connection.execute(_BEYOND).scalar()
         if isinstance(beyond, int) and isinstance(end, int) and beyond > end:
             problems.add(f"positions {end + 1} to {beyond}: they lie after the log's head")
-    stored: dict[str, Any] = {}
     try:
         with raw_text(connection):
             stored = {row[0]: row[1] for row in connection.execute(_STREAMS)}
