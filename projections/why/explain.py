@@ -255,7 +255,8 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
     have = "all its tasks are settled"
     if settled_count != task_count:
         have = f"{settled_count} of {task_count} tasks are settled, enough"
-    row = next((r for r in (live or {}).get("batches", []) if r.get("batch_id") == state.batch_id), {})
+    rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
+    row = rows.get(state.batch_id, {})
     if row.get("waited_for"):
         rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
             "the rest, at most explorer.over_rollout.wait_after_min seconds")

@@ -161,7 +161,7 @@ class Database:
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         """Run `work` once in a transaction. Before and after the commit, check that the SQLite file is at its path."""
-        require_names = (lambda: None) if self._files is None else self._files.require_names
+        require_names: Callable[[], None] = (lambda: None) if self._files is None else self._files.require_names
         with self._writing_engine.connect() as connection:
             with connection.begin():
                 require_names()

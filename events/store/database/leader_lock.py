@@ -75,18 +75,13 @@ def wait_until_leaderless(url: str, seconds: float) -> None:
 
     While the database can't be read, the lock counts as held.
     """
-    free_since: float | None = None
-    while True:
+    free_since = time.monotonic()
+    while time.monotonic() - free_since < seconds:
         try:
             led = is_led(url)
         except TrinityError as e:
             _log.warning("the database can't say who leads: %s", e)
             led = True
-        now = time.monotonic()
-        if led:
-            free_since = None
-        elif free_since is None:
-            free_since = now
-        if free_since is not None and now - free_since >= seconds:
-            return
         time.sleep(LOOK_SECONDS / 2)
+        if led:
+            free_since = time.monotonic()

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from random import random
 from typing import Literal, TypeVar
 
@@ -160,21 +161,16 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
     The thread is then abandoned, because a call to a frozen server never returns.
     """
-    outcomes: list[tuple[T | None, BaseException | None]] = []
+    outcome: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            outcomes.append((work(), None))
+            outcome.set_result(work())
         except BaseException as e:
-            outcomes.append((None, e))
+            outcome.set_exception(e)
 
-    thread = threading.Thread(target=run, name="asks the database", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcomes:
+    threading.Thread(target=run, name="asks the database", daemon=True).start()
+    if not futures.wait([outcome], seconds).done:
         raise LogUnavailable(f"the database did not answer within {seconds:.0f} s: check that its server runs",
                              passing=True)
-    value, error = outcomes[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # None only where T holds it
+    return outcome.result()
