@@ -38,8 +38,7 @@ def markdown() -> str:
         node.name: node
         for module in (
             vocabulary.system_events, vocabulary.host_events, vocabulary.batch_events, vocabulary.lease_events,
-            vocabulary.delivery_events,
-            vocabulary.base,
+            vocabulary.delivery_events, vocabulary.base,
         )
         for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)
     }
