@@ -305,8 +305,5 @@ class PayloadDouble:
             raise PayloadNotFound(f"no payload {digest}")
         return self.store.payloads[digest]
 
-    def exists(self, digest: str) -> bool:
-        return digest in self.store.payloads
-
     def close(self) -> None:
         """Do nothing."""
