@@ -194,7 +194,7 @@ class EventLog:
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
-        self._clock.remember(*clock_reading)
+        self._clock.last = clock_reading
         return Committed(
             first_position=own_draft.recorded[0].position, last_position=last.position, recorded=own_draft.recorded,
             duplicate=False,
@@ -210,7 +210,7 @@ class EventLog:
             data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
             metadata = orjson.loads(data or b"{}")
             if metadata.get("boot") == clock.boot() != "" and "mono" in metadata:
-                self._clock.remember(head.recorded_at, metadata["mono"], metadata["mono"])
+                self._clock.last = head.recorded_at, metadata["mono"], metadata["mono"]
         seconds = self._clock.step(*clock_reading, head.recorded_at, slack=slack)
         if not seconds:
             return None

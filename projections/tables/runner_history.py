@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -367,12 +367,10 @@ def visible_state(life: RunnerIncarnation, up: bool | None) -> str:
 
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
     """Return all lives, ordered by runner and incarnation. A life without an end before a later one is `replaced`."""
-    columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
-    query = sa.select(_lives.c.first_position, *columns).order_by(_lives.c.runner, _lives.c.incarnation)
-    positions, lives = list[int](), list[RunnerIncarnation]()
-    for position, *values in connection.execute(query):
-        positions.append(position)
-        lives.append(RunnerIncarnation(**{column.name: value for column, value in zip(columns, values, strict=True)}))
+    query = sa.select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)
+    rows = [dict(row) for row in connection.execute(query).mappings()]
+    positions = [row.pop("first_position") for row in rows]
+    lives = [RunnerIncarnation(**row) for row in rows]
     for i, (life, successor) in enumerate(pairwise(lives)):
         if successor.runner == life.runner and life.ended_at is None:
             ended_at = _system_end(connection, positions[i], positions[i + 1]) or successor.started_at

@@ -52,16 +52,12 @@ class Clock:
     last: tuple[float, float, float] | None = None
     """The wall clock at the writer's last append, and the monotonic clock just before and after."""
 
-    def remember(self, wall: float, before: float, after: float) -> None:
-        """Remember a reading of the clock, taken between two readings of the monotonic one."""
-        self.last = wall, before, after
-
     def step(
         self, wall: float, before: float, after: float, recorded_at: float, *, slack: float = STEP_SECONDS
     ) -> float:
         """Return the seconds by which the clock was set since the last append; 0.0 if it was not.
 
-        `wall, before, after`: a reading as in `remember`. `recorded_at`: time of the last event. Without an earlier
+        `wall, before, after`: a reading as in `last`. `recorded_at`: time of the last event. Without an earlier
         reading, a step is noticed only if the clock is behind `recorded_at`.
         """
         step = 0.0

@@ -107,7 +107,7 @@ def test_a_writer_whose_own_clock_never_moved_goes_on_behind_one_that_was_ahead(
 def test_a_clock_that_is_slewed_or_seen_late_was_not_set() -> None:
     clock = Clock()
     assert clock.step(100.0, 0.0, 0.1, 100.3) == 0.0
-    clock.remember(100.0, 0.0, 0.1)
+    clock.last = 100.0, 0.0, 0.1
     assert clock.step(1100.9, 1000.0, 1000.2, 100.0) == 0.0
     assert clock.step(104.0, 0.2, 5.0, 100.0) == 0.0
     assert clock.step(111.0, 10.0, 10.1, 100.0) == pytest.approx(0.9)
