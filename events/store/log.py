@@ -40,7 +40,7 @@ from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_h
 from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.records import clock
-from trinity_es.events.store.records.clock import Clock, monotonic
+from trinity_es.events.store.records.clock import Reading, monotonic
 from trinity_es.events.store.records.event_queries import position_at, rare_page, require_rare
 from trinity_es.events.store.records.log_values import (
     Committed,
@@ -78,7 +78,7 @@ class EventLog:
         self._mark_lock = threading.Lock()
         self.memory: MemoryFile | None = None
         """File of this host that gets the position of each append before `append` returns."""
-        self._clock = Clock()
+        self._last_reading: Reading | None = None
 
     @classmethod
     def open(
@@ -194,24 +194,22 @@ class EventLog:
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
-        self._clock.last = clock_reading
+        self._last_reading = clock_reading
         return Committed(
             first_position=own_draft.recorded[0].position, last_position=last.position, recorded=own_draft.recorded,
             duplicate=False,
         )
 
-    def _clock_step(
-        self, connection: Connection, head: LockedHead, clock_reading: tuple[float, float, float]
-    ) -> Draft | None:
+    def _clock_step(self, connection: Connection, head: LockedHead, clock_reading: Reading) -> Draft | None:
         """Return a draft of a ClockStepped event if the clock was set since the last append, else None."""
         slack = clock.STEP_SECONDS
-        if self._clock.last is None and head.last_position:
+        if self._last_reading is None and head.last_position:
             slack = clock.FIRST_SECONDS
             data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
             metadata = orjson.loads(data or b"{}")
             if metadata.get("boot") == clock.boot() != "" and "mono" in metadata:
-                self._clock.last = head.recorded_at, metadata["mono"], metadata["mono"]
-        seconds = self._clock.step(*clock_reading, head.recorded_at, slack=slack)
+                self._last_reading = head.recorded_at, metadata["mono"], metadata["mono"]
+        seconds = clock.seconds_set(self._last_reading, clock_reading, head.recorded_at, slack)
         if not seconds:
             return None
         version = statements.versions(connection, [CLOCK]).get(CLOCK, 0)
