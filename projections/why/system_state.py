@@ -15,7 +15,7 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.records.log_values import ClockCorrection
+from trinity_es.events.store.records.log_values import clock_offset, with_true_time
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.host_states import HOST_STATES, host_of
@@ -245,8 +245,9 @@ def read_snapshot(events: EventLog, batch_ids: Iterable[BatchId], followed: Foll
 
     Pass all open batches, because they compete for the runners' places.
     """
-    snapshot, correct = SystemSnapshot(), ClockCorrection()
-    followed.drop_if_clock_was_set(correct.offset)
+    snapshot, offset = SystemSnapshot(), clock_offset()
+    correct = partial(with_true_time, offset=offset)
+    followed.drop_if_clock_was_set(offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
         observe(snapshot, map(correct, filter(None, [events.last(stream, type_name)])))
     observe(snapshot, map(correct, events.read(stream=ev.HostJoined.stream)))

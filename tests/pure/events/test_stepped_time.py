@@ -12,7 +12,7 @@ import pytest
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.records.clock import boot, seconds_set
-from trinity_es.events.store.records.log_values import ClockCorrection
+from trinity_es.events.store.records.log_values import with_true_time
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 
@@ -122,8 +122,8 @@ def test_how_long_ago_something_was_is_told_by_the_clock_that_nobody_sets(log: E
     if not boot():
         pytest.skip("needs the id of this boot, which the system does not tell")
     now = 1_000_000.0
-    straight = ClockCorrection(lambda: now, lambda: time.monotonic() + machine.passed)
-    ages = [now - straight(r).recorded_at for r in log.read() if r.type == "BatchAborted"]
+    offset = now - time.monotonic() - machine.passed
+    ages = [now - with_true_time(r, offset).recorded_at for r in log.read() if r.type == "BatchAborted"]
     assert ages == [pytest.approx(120, abs=5), pytest.approx(60, abs=5), pytest.approx(0, abs=5)]
 
 
