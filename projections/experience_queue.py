@@ -23,8 +23,7 @@ if TYPE_CHECKING:  # numpy is imported in the functions that use it, so that oth
     import numpy.typing as npt
 
 __all__ = [
-    "STREAM", "Delivery", "QueueState", "add_older", "evolve_queue", "find_older", "load_queue", "read_older",
-    "slice_refs",
+    "STREAM", "Delivery", "QueueState", "add_older", "evolve_queue", "find_older", "load_queue", "slice_refs",
 ]
 
 STREAM = "queue"
@@ -141,15 +140,10 @@ def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: in
     state = QueueState(capacity=capacity, unread=dict(delivered))
     recorded = list(log.read(stream=STREAM))
     if recorded:
-        read_older(state, log)
+        add_older(state, find_older(log, dict(state.unread), capacity))
     for item in recorded:
         evolve_queue(state, item.stream, item.version, item.event)
     return state
-
-
-def read_older(state: QueueState, log: EventLog) -> None:
-    if state.unread:
-        add_older(state, find_older(log, dict(state.unread), state.capacity - state.size))
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:

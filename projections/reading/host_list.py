@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HostRow", "host_list", "read_hosts"]
 
-OPEN = ("running", "finalizing", "pending")
-"""States of open batches."""
-
 
 @dataclass(slots=True, kw_only=True)
 class HostRow:
@@ -144,7 +141,8 @@ def read_hosts(
     status = live if live is not None and "weights_version" in live else None
     unit_counts = Counter[str]()
     if status is None and count_units:
-        for row in (b for state in OPEN for b in log.batches(state=state)):
+        open_rows = (row for state in ("running", "finalizing", "pending") for row in log.batches(state=state))
+        for row in open_rows:
             batch = log.current(row.batch_id)
             unit_counts.update(host_of(flight.runner) for flight in (batch.flights.values() if batch else ()))
     return host_list(
