@@ -203,7 +203,7 @@ def _epoch(hosts: Hosts, runner: str) -> int:
     name = host_of(runner)
     if not name:
         return 0
-    return hosts[name].epoch if name in hosts and hosts[name].there else -2
+    return hosts[name].epoch if name in hosts and hosts[name].is_present else -2
 
 
 def hosts_report(account: HostsAccount) -> str:

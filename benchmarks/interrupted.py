@@ -3,8 +3,8 @@
 Runs `trinity-es demo` (a real vLLM engine, a real trainer) to its end; then again in another folder, where at `kills`
 random moments all its processes are killed with SIGKILL at once (the command with its trainer, the keeper, the
 actors, the engine), and `trinity-es resume` continues the run. Both logs are then compared: how often each prompt of
-the taskset was used for training (`resume_point.prompts_used`), which steps were trained on and in which order, which
-tasks finished twice, what `verify` finds, and the final reward.
+the taskset was used for training (`prompts_used`), which steps were trained on and in which order, which tasks
+finished twice, what `verify` finds, and the final reward.
 
 `python -m benchmarks.interrupted [--steps 160] [--kills 1] [--undisturbed 1] [--seed 0] [--engine vllm] [--json FILE]`.
 With several undisturbed runs (of the next seeds) the killed run's final reward should lie within theirs. The exit code
@@ -28,11 +28,11 @@ import psutil
 
 import trinity_es
 from benchmarks.compared import options_of, write_json
+from tests.helpers.prompts import prompts_used
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 

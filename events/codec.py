@@ -42,21 +42,20 @@ def check(event: Event) -> tuple[bytes, Event]:
     try:
         read_back = _make_event(cls, orjson.loads(data))
     except InvalidEvent:
-        _require_finite(event, data)  # if this is the reason, its message says more
+        _require_finite(event)  # if this is the reason, its message says more
         raise
     if b"null" in data and read_back != event:  # an event that reads back equal held no NaN
-        _require_finite(event, data)
+        _require_finite(event)
     return data, read_back
 
 
-def _require_finite(event: Event, data: bytes) -> None:
-    """Raise InvalidEvent if an event holds NaN or an infinity, which orjson wrote as null into `data`, its JSON."""
-    if b"null" in data:
-        name = type(event).__name__
-        try:
-            require_finite(event, name)
-        except DataError as e:
-            raise InvalidEvent(e.message, event=name) from e
+def _require_finite(event: Event) -> None:
+    """Raise InvalidEvent if an event holds NaN or an infinity, which orjson writes as null."""
+    name = type(event).__name__
+    try:
+        require_finite(event, name)
+    except DataError as e:
+        raise InvalidEvent(e.message, event=name) from e
 
 
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:

@@ -38,8 +38,7 @@ def markdown() -> str:
         node.name: node
         for module in (
             vocabulary.system_events, vocabulary.host_events, vocabulary.batch_events, vocabulary.lease_events,
-            vocabulary.delivery_events,
-            vocabulary.base,
+            vocabulary.delivery_events, vocabulary.base,
         )
         for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)
     }
@@ -65,7 +64,6 @@ def markdown() -> str:
 
 
 def _class_section(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
-    """Return the page's lines about one class: heading, docstring and table of its fields."""
     cls = classes[name]
     version = getattr(getattr(vocabulary, name), "schema_version", None)
     lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]

@@ -317,10 +317,8 @@ class Experience:
             "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
         }
-        for name in ("prompt_text", "response_text", *JSON, "reward", "truncate_status"):
-            if self.__dict__[name] is not None:
-                data[name] = self.__dict__[name]
-        return data
+        names = ("prompt_text", "response_text", *JSON, "reward", "truncate_status")
+        return data | {name: self.__dict__[name] for name in names if self.__dict__[name] is not None}
 
     # --- serialisation ----------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:

@@ -322,9 +322,7 @@ class ExperienceColumns(Sequence[Experience]):
     # --- as a table -------------------------------------------------------------------------------------------------
     def table(self) -> dict[str, Any]:
         """Return `experience_rows.COLUMNS` by name, each a list or FlatColumn. Columns from the log hold only None."""
-        versions: list[tuple[int | None, ...]] = [
-            tuple(None if v < 0 else v for v in pair) for pair in self.versions.tolist()
-        ]
+        oldest, newest = ([None if v < 0 else v for v in column] for column in self.versions.T.tolist())
         fields = {name: self.field(name) for name in ("messages", "prompt_length", "reward", "metrics", "info")}
         vectors = {name: self.column(name) for name in ("tokens", "action_mask", "logprobs", "advantages", "returns")}
         batches, tasks, runs, steps, suffixes = map(list, zip(*self._eids, strict=True)) if len(self) else ([],) * 5
@@ -333,8 +331,8 @@ class ExperienceColumns(Sequence[Experience]):
             **fields, **vectors, "eid": self.uids, "batch": batches, "task": tasks, "run": runs, "step": steps,
             "suffix": suffixes, "type": [TYPES[item["type"]] for item in self._decoded.items],
             "prompt": self.field("prompt_text"), "completion": self.field("response_text"),
-            "oldest_version": [oldest for oldest, _ in versions], "newest_version": [newest for _, newest in versions],
-            "truncated": self.field("truncate_status"), "runner": unknown, "attempt": unknown, "trained_step": unknown,
+            "oldest_version": oldest, "newest_version": newest, "truncated": self.field("truncate_status"),
+            "runner": unknown, "attempt": unknown, "trained_step": unknown,
         }
 
     def to_arrow(self) -> Any:

@@ -89,7 +89,6 @@ def difference(
 
 
 def same_array(a: Array, b: Array | None) -> bool:
-    """Return True if two arrays have the same dtype, shape and bits."""
     return b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 

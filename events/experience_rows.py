@@ -84,7 +84,6 @@ class ParquetTable:
         self._writer = require_parquet().parquet.ParquetWriter(file, schema, compression=compression)
 
     def write(self, columns: Mapping[str, Any]) -> None:
-        """Append the rows of these COLUMNS to the file."""
         self._writer.write_table(arrow_table(columns))
 
     def close(self) -> None:

@@ -52,7 +52,6 @@ class FlatColumn:
 
     @classmethod
     def empty(cls, rows: int, dtype: np.dtype[Any]) -> FlatColumn:
-        """Return a column for `rows` experiences without an array."""
         return cls(np.empty(0, dtype), np.zeros(rows + 1, np.int64), np.zeros(rows, np.bool_))
 
     @classmethod
@@ -129,14 +128,12 @@ class Rows:
         if any(c is not None and c.shapes is not None for c in columns):
             every = [shape for c, n in files for shape in ([None] * n if c is None else c.shapes or c.lengths.tolist())]
             shapes = [every[row] if is_present else None for row, is_present in zip(self._rows, present, strict=True)]
-        return FlatColumn(_values_of_runs(runs), offsets_of(lengths), present, shapes)
-
-
-def _values_of_runs(runs: Sequence[tuple[FlatColumn, int, int]]) -> Array:
-    column, begin, end = runs[0]
-    if len(runs) == 1 and end - begin == len(column.present) and column.values.flags.writeable:
-        return column.values
-    return np.concatenate([c.values[c.offsets[begin] : c.offsets[end]] for c, begin, end in runs])
+        column, begin, end = runs[0]
+        if len(runs) == 1 and end - begin == len(column.present) and column.values.flags.writeable:
+            values = column.values
+        else:
+            values = np.concatenate([c.values[c.offsets[begin] : c.offsets[end]] for c, begin, end in runs])
+        return FlatColumn(values, offsets_of(lengths), present, shapes)
 
 
 def _concatenated(arrays: Sequence[Array]) -> Array:

@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 __all__ = [
-    "LEAST_FILES", "end_with_parent", "process_lives", "process_start_time", "raise_file_limit", "seen_from_here",
+    "LEAST_FILES", "end_with_parent", "is_visible_here", "process_lives", "process_start_time", "raise_file_limit",
 ]
 
 WANTED_FILES = 65536
@@ -66,7 +66,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)  # the parent died before the call of prctl
 
 
-def seen_from_here(started: object) -> bool | None:
+def is_visible_here(started: object) -> bool | None:
     """Return True if /proc would show a process with this start: it has our boot and pid namespace.
 
     Return None if it has our boot and another pid namespace. Return False for another boot, of this machine or another.

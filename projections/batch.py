@@ -332,10 +332,8 @@ def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
 
 
 def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
-    """Add the results of finished runs. If the task is settled now, set its status."""
     task = state.tasks[event.task]
-    for run in event.runs:
-        task.done[run.run] = run
+    task.done |= {run.run: run for run in event.runs}
     if event.payload is not None:
         task.payloads.append(event.payload)
     task.seconds = max(task.seconds, event.seconds)
@@ -398,8 +396,7 @@ def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     state.cut.discard(event.task)
     state.missing = None
     state.last_runners.pop(event.task, None)
-    for unit in event.units:
-        state.pending[unit.task, unit.run_id_base] = unit
+    state.pending |= {(unit.task, unit.run_id_base): unit for unit in event.units}
 
 
 def batch_result(

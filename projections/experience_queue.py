@@ -23,8 +23,7 @@ if TYPE_CHECKING:  # numpy is imported in the functions that use it, so that oth
     import numpy.typing as npt
 
 __all__ = [
-    "STREAM", "Delivery", "QueueState", "add_older", "evolve_queue", "find_older", "load_queue", "read_older",
-    "slice_refs",
+    "STREAM", "Delivery", "QueueState", "add_older", "evolve_queue", "find_older", "load_queue", "slice_refs",
 ]
 
 STREAM = "queue"
@@ -106,14 +105,11 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
 
 
 def _add_delivery(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
-    """Add the delivery of a finalized batch at the end."""
     import numpy as np
 
     count = event.selected
     versions = np.zeros(count, np.int64)  # 0 for experiences whose version the event does not have
-    recorded: list[int] = []
-    for repeats, version_of_weights in event.model_versions:
-        recorded += [version_of_weights] * repeats
+    recorded = [weights_version for repeats, weights_version in event.model_versions for _ in range(repeats)]
     versions[: len(recorded)] = recorded[:count]  # a slice beyond the end is as long as the array
     state.deliveries[stream, version] = Delivery(
         batch_id=event.result["batch_id"], version=version, refs=list(event.experiences), model_versions=versions,
@@ -144,16 +140,10 @@ def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: in
     state = QueueState(capacity=capacity, unread=dict(delivered))
     recorded = list(log.read(stream=STREAM))
     if recorded:
-        read_older(state, log)
+        add_older(state, find_older(log, dict(state.unread), capacity))
     for item in recorded:
         evolve_queue(state, item.stream, item.version, item.event)
     return state
-
-
-def read_older(state: QueueState, log: EventLog) -> None:
-    """Read the `unread` deliveries and add them to the queue."""
-    if state.unread:
-        add_older(state, find_older(log, dict(state.unread), state.capacity - state.size))
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:

@@ -23,11 +23,8 @@ def freed_positions(recorded: Iterable[Recorded]) -> dict[str, int]:
 
     Payloads of a submission after that position are not freed.
     """
-    freed: dict[str, int] = {}
-    for item in recorded:
-        if isinstance(item.event, ev.PayloadsFreed):
-            freed.update({batch_stream(batch_id): item.position for batch_id in item.event.batches})
-    return freed
+    return {batch_stream(batch_id): item.position for item in recorded
+            if isinstance(event := item.event, ev.PayloadsFreed) for batch_id in event.batches}
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:

@@ -38,8 +38,7 @@ class Host:
     """Why the host is lost, is draining, or left."""
 
     @property
-    def there(self) -> bool:
-        """True if the host belongs to the run now."""
+    def is_present(self) -> bool:
         return self.state in ("joined", "draining")
 
 
@@ -96,7 +95,7 @@ class HostLife:
     reason: str = ""
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         return self.ended_at is None
 
 
@@ -119,7 +118,7 @@ def host_lives(recorded: Iterable[Recorded]) -> list[HostLife]:
         life.reason = host.reason
         if host.state == "draining" and life.draining_at is None:
             life.draining_at = item.recorded_at
-        elif not host.there and life.ended_at is None:
+        elif not host.is_present and life.ended_at is None:
             life.ended_at = item.recorded_at
     return list(lives.values())
 

@@ -29,8 +29,7 @@ Servers = dict[str, Server]
 
 
 def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -> None:
-    wanted = isinstance(event, ev.ServerAdded)
-    servers[event.url] = Server(event.url, event.runner, wanted, event.by)
+    servers[event.url] = Server(event.url, event.runner, isinstance(event, ev.ServerAdded), event.by)
 
 
 def leaving_runners(servers: Mapping[str, Server]) -> frozenset[str]:

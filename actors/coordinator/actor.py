@@ -49,7 +49,7 @@ from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable, TrinityError, error_to_dict
 from trinity_es.events.software_version import VERSION
-from trinity_es.events.store.checks.log_end import Memory
+from trinity_es.events.store.checks.log_end import MemoryFile
 from trinity_es.events.store.database.leader_lock import LeaderLock
 from trinity_es.events.store.log import EventLog, Lease
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads, patient
@@ -103,7 +103,7 @@ class Coordinator(BaseActor):
         self.session = LogSession(
             self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
-            memory=Memory.of(config.store.url, config.memory) if config.memory else None,
+            memory=MemoryFile.of(config.store.url, config.memory) if config.memory else None,
             claims=message.known, unheard_runners=message.informed_runners,
         )
         self.held_requests = HeldRequests(self, self.session)
@@ -237,7 +237,7 @@ class Coordinator(BaseActor):
                 self.handlers.batches.start_pipeline(batch)
         if again:
             self.announce()
-            self.handlers.batches.check_finalize([*self.live.batches])
+            self.handlers.batches.finalize_if_ready([*self.live.batches])
             self.handlers.scheduler.check(self.live.batches)
             self.handlers.journals.read_lost(self.live.batches)
         self.held_requests.handle()

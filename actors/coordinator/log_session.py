@@ -32,7 +32,7 @@ from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.sender_mark_checks import SenderMarkChecks
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
-from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, claims_of, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, claims_of, rewound_error
 from trinity_es.events.store.database.retry import Backoff, is_transient
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog, Lease
@@ -95,7 +95,7 @@ class LogSession:
 
     def __init__(
         self, host: SessionHost, store: StoreConfig, owner: dict[str, Any], *, queue_capacity: int,
-        memory: Memory | None, claims: Sequence[Claim], unheard_runners: Iterable[str],
+        memory: MemoryFile | None, claims: Sequence[Claim], unheard_runners: Iterable[str],
     ) -> None:
         """`owner` (pid, host, admin) goes into the lease. `memory` and `claims` are the ends of the log that this host
         and the guardian have seen. The `unheard_runners` may have seen a later end, so requests wait for their reports.
@@ -160,7 +160,7 @@ class LogSession:
         if self.phase is Phase.ENDED:
             return
         if isinstance(result, LogNotFound | NotALog) and self._claims:
-            result = rewound(masked(self._store.url), None, self._claims)
+            result = rewound_error(masked(self._store.url), None, self._claims)
         if isinstance(result, LogRewound):
             self.stop(result)
             return

@@ -19,7 +19,7 @@ from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import LogUnavailable, TrinityError
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.database.retry import Backoff, once, patiently
+from trinity_es.events.store.database.retry import Backoff, patiently, without_repeats
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.values import FailureKind
 from trinity_es.events.vocabulary import PayloadRef, Unit
@@ -59,7 +59,7 @@ class Reporter:
         opened = patiently(
             lambda: open_payloads(store.url, place=self.place, durability=store.durability, patience=STORE_SECONDS),
             seconds=store.retry_for,
-            tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
+            tell=without_repeats(lambda e: self.log.warning("waiting for the payload store: %s", e)),
         )
         self._quick, self.payloads = opened, patient(opened, store.retry_for)
 

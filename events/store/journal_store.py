@@ -20,8 +20,8 @@ from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability
-from trinity_es.events.store.database.disk_errors import refusal
-from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.database.disk_errors import write_error_text
+from trinity_es.events.store.database.urls import file_of
 
 __all__ = ["Journals", "Life", "open_journals"]
 
@@ -56,9 +56,8 @@ class Journals(Protocol):
 
 def open_journals(url: str, *, durability: Durability = "power", patience: float = 2.0) -> Journals:
     """Open the journals beside the log at `url`. In PostgreSQL, create their table if it is missing."""
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        return _Files(Path(f"{os.path.realpath(parsed.database or '')}.journals"), durability == "power")
+    if (file := file_of(url)) is not None:
+        return _Files(Path(f"{os.path.realpath(file)}.journals"), durability == "power")
     database = Database(url, durability=durability, patience=patience)
     try:
         database.write(lambda c: schema.create_table(c, schema.journals))
@@ -86,7 +85,7 @@ class _Files:
         except OSError as e:
             raise LogUnavailable(
                 f"{len(data)} bytes of a journal can't be written in {self._root} ({e.strerror}): "
-                f"{refusal(self._root, len(data), e)}"
+                f"{write_error_text(self._root, len(data), e)}"
             ) from e
 
     def _segment_handle(self, life: Life, segment: int) -> int:

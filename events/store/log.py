@@ -17,6 +17,7 @@ commit). On PostgreSQL both mean "power", if the server's `fsync` is on.
 
 from __future__ import annotations
 
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import CommitMismatch, ConcurrencyError, LogCorrupt, LogUnavailable
 from trinity_es.events.store import writer_lease
-from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, find_lost, require_known, rewound
+from trinity_es.events.store.checks.log_end import Claim, Mark, MemoryFile, find_lost, require_known, rewound_error
 from trinity_es.events.store.database import schema, statements
 from trinity_es.events.store.database.database import Database, Durability, T
 from trinity_es.events.store.database.log_opening import open_schema
@@ -39,7 +40,7 @@ from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_h
 from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.records import clock
-from trinity_es.events.store.records.clock import Clock, monotonic
+from trinity_es.events.store.records.clock import Reading, monotonic
 from trinity_es.events.store.records.event_queries import position_at, rare_page, require_rare
 from trinity_es.events.store.records.log_values import (
     Committed,
@@ -75,9 +76,9 @@ class EventLog:
         self._generation = ""
         """Generation of the log at this object's last append."""
         self._mark_lock = threading.Lock()
-        self.memory: Memory | None = None
+        self.memory: MemoryFile | None = None
         """File of this host that gets the position of each append before `append` returns."""
-        self._clock = Clock()
+        self._last_reading: Reading | None = None
 
     @classmethod
     def open(
@@ -193,24 +194,22 @@ class EventLog:
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
-        self._clock.remember(*clock_reading)
+        self._last_reading = clock_reading
         return Committed(
             first_position=own_draft.recorded[0].position, last_position=last.position, recorded=own_draft.recorded,
             duplicate=False,
         )
 
-    def _clock_step(
-        self, connection: Connection, head: LockedHead, clock_reading: tuple[float, float, float]
-    ) -> Draft | None:
+    def _clock_step(self, connection: Connection, head: LockedHead, clock_reading: Reading) -> Draft | None:
         """Return a draft of a ClockStepped event if the clock was set since the last append, else None."""
         slack = clock.STEP_SECONDS
-        if self._clock.last is None and head.last_position:
+        if self._last_reading is None and head.last_position:
             slack = clock.FIRST_SECONDS
             data = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
             metadata = orjson.loads(data or b"{}")
             if metadata.get("boot") == clock.boot() != "" and "mono" in metadata:
-                self._clock.remember(head.recorded_at, metadata["mono"], metadata["mono"])
-        seconds = self._clock.step(*clock_reading, head.recorded_at, slack=slack)
+                self._last_reading = head.recorded_at, metadata["mono"], metadata["mono"]
+        seconds = clock.seconds_set(self._last_reading, clock_reading, head.recorded_at, slack)
         if not seconds:
             return None
         version = statements.versions(connection, [CLOCK]).get(CLOCK, 0)
@@ -219,7 +218,6 @@ class EventLog:
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
     def _assign_positions(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
-        """Give the drafts' events the positions, times and hashes that follow `head`."""
         # Whole microseconds, as in a datetime, so that a query with the displayed time finds the event.
         recorded_at = round(head.now, 6)
         if drafts[0].recorded[0].stream != CLOCK:  # without a step, recorded times never go back
@@ -236,7 +234,7 @@ class EventLog:
         """Raise LogRewound if the log lacks a claimed event. Later appends check the newest claim again."""
         head, lost_claims = self.lost_claims(claims)
         if lost_claims:
-            raise rewound(self.url, head, lost_claims)
+            raise rewound_error(self.url, head, lost_claims)
         for mark, _ in claims:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
@@ -247,7 +245,7 @@ class EventLog:
         Raises CommitMismatch if it had other events.
         """
         # Read one event more than this commit has, since the earlier one may be longer.
-        values = {"after": first - 1, "until": statements.LAST, "limit": len(own_draft.recorded) + 1}
+        values = {"after": first - 1, "until": statements.MAX_POSITION, "limit": len(own_draft.recorded) + 1}
         rows = statements.NEXT_PAGE.rows(connection, values)
         earlier = [item for item in map(from_row, rows) if item.commit_id == commit_id]
         content = attrgetter("stream", "type", "schema_version", "data")
@@ -271,7 +269,7 @@ class EventLog:
                 )
             versions[write.stream] = version + len(write.events)
 
-    def remembered_claims(self, memory: Memory) -> list[Claim]:
+    def remembered_claims(self, memory: MemoryFile) -> list[Claim]:
         """Return this host's claims about the log, read from `memory`. First set the store's key there."""
         memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
         return memory.claims(self.head().generation)
@@ -302,10 +300,10 @@ class EventLog:
         query = statements.NEXT_PAGE if stream is None else statements.STREAM_PAGE
         if types is not None:
             query = statements.page_of(stream is not None, tuple(types))
-        values = {"stream": stream, "until": statements.LAST if until is None else until}
-        remaining, version = limit, 0
-        while remaining is None or remaining > 0:
-            size = PAGE if remaining is None else min(PAGE, remaining)
+        values = {"stream": stream, "until": statements.MAX_POSITION if until is None else until}
+        remaining, version = math.inf if limit is None else limit, 0
+        while remaining > 0:
+            size = int(min(PAGE, remaining))
             values |= {"after": after, "version": version, "limit": size}
             page = self._db.read(partial(query.rows, values=values))
             for row in page:
@@ -323,8 +321,7 @@ class EventLog:
                         )
                 after, version = position, row_version
                 yield from_row(row)
-            if remaining is not None:
-                remaining -= len(page)
+            remaining -= len(page)
             if len(page) < size:
                 return
 
@@ -338,9 +335,9 @@ class EventLog:
         grow with the log. Raises ValueError for a bulk type.
         """
         rare_types = require_rare(types)
-        remaining = limit
-        while remaining is None or remaining > 0:
-            size = PAGE if remaining is None else min(PAGE, remaining)
+        remaining = math.inf if limit is None else limit
+        while remaining > 0:
+            size = int(min(PAGE, remaining))
             query = partial(rare_page, types=rare_types, after=after, before=before, size=size, descending=descending)
             page = self._db.read(query)
             yield from map(from_row, page)
@@ -350,7 +347,7 @@ class EventLog:
                 before = page[-1].position
             else:
                 after = page[-1].position
-            remaining = None if remaining is None else remaining - len(page)
+            remaining -= len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
         """Return the last event of this type in a stream, or None if none has a position greater than `after`."""

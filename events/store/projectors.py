@@ -81,13 +81,13 @@ class ReadModels:
                 f"{self._db.shown}: the read model {projector.name} is of version {stored.version}, this software "
                 f"makes version {projector.version}; upgrade trinity-es"
             )
-        after, until = 0, head.last_position
-        applied_count = 0
+        start, until = 0, head.last_position
         is_current = stored is not None and (stored.version, stored.generation) == (projector.version, head.generation)
         if stored is not None and is_current and stored.position <= until and not from_start:
-            after = stored.position
+            start = stored.position
         else:
             projector.reset(connection)
+        after = start
         while after < until:
             values = {"after": after, "until": until, "limit": PAGE}
             rows = [from_row(r) for r in NEXT_PAGE.rows(connection, values)]
@@ -96,7 +96,6 @@ class ReadModels:
                 raise LogCorrupt(problem, position=after + 1)
             projector.apply(connection, rows)
             after = rows[-1].position
-            applied_count += len(rows)
             if progress:
                 progress(after, until)
         checkpoint = {"version": projector.version, "position": until, "hash": head.last_hash,
@@ -105,4 +104,4 @@ class ReadModels:
             connection.execute(insert(schema.checkpoints).values(name=projector.name, **checkpoint))
         elif after != stored.position or not is_current:
             connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**checkpoint))
-        return applied_count
+        return until - start

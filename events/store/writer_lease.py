@@ -27,7 +27,6 @@ _STORE = "store"
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
-    """Take the lease from any holder, and return it with the next epoch."""
     def work(connection: Connection) -> Lease:
         lock_head(connection, db)
         store = identity_of(db, connection)
@@ -46,7 +45,6 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
 
 def read(db: Database, name: str) -> Lease | None:
-    """Return the lease, or None if it was never taken. Its owner is empty if this is a copy of the owner's store."""
     def work(connection: Connection) -> Lease | None:
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
         if row is None:
@@ -68,7 +66,6 @@ def _copied_from(owner: Mapping[str, Any], current: StoreIdentity) -> str:
 
 
 def release(db: Database, lease: Lease) -> None:
-    """Remove the owner from the lease, unless another writer took it meanwhile. The epoch stays."""
     statement = update(schema.leases).where(_L.name == lease.name, _L.epoch == lease.epoch).values(owner=b"{}")
     db.write(lambda connection: connection.execute(statement) and None)
 

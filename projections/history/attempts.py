@@ -347,7 +347,10 @@ def _mark_dropped(timeline: BatchTimeline, event: ev.BatchFinalized) -> None:
 
 
 def as_json(timeline: BatchTimeline) -> dict[str, Any]:
-    """Return a timeline as plain JSON, without rows."""
+    """Return a timeline as plain JSON, without rows and without position and weights version of dispatches."""
+    def shown_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if name not in ("dispatched_version", "dispatch_position")}
+
     state = timeline.state
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
@@ -358,13 +361,8 @@ def as_json(timeline: BatchTimeline) -> dict[str, Any]:
         "versions": {str(k): v for k, v in sorted(timeline.versions.items())},
         "result": copy.deepcopy(state.final_result),
         "turns": [{"at": at, "what": what} for at, what in timeline.turns],
-        "tasks": [asdict(task, dict_factory=_shown_fields) | {"reward": task.reward} for task in timeline.tasks],
+        "tasks": [asdict(task, dict_factory=shown_fields) | {"reward": task.reward} for task in timeline.tasks],
     }
-
-
-def _shown_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of an attempt's or task's fields that `as_json` shows. For `asdict`."""
-    return {name: value for name, value in pairs if name not in ("dispatched_version", "dispatch_position")}
 
 
 def select_runs(

@@ -41,7 +41,9 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
             covered_until = moment
 
     if last_task is not None:
-        usual = _usual_seconds(timeline)
+        durations = [a.ended_at - a.dispatched_at for t in timeline.tasks for a in t.attempts
+                     if a.outcome == "finished" and a.ended_at is not None]
+        usual = median(durations) if len(durations) > 2 else None
         waiting_text = f"task {last_task.task} waited for a runner"
         if last_task.task in timeline.added_at:
             add_until(timeline.added_at[last_task.task], f"its earlier tasks, before task {last_task.task} was added")
@@ -88,15 +90,7 @@ def _has_failed(attempt: Attempt) -> bool:
     return attempt.outcome not in ("finished", "running", "dropped")
 
 
-def _usual_seconds(timeline: BatchTimeline) -> float | None:
-    """Return the median duration of finished attempts, or None for fewer than three."""
-    durations = [a.ended_at - a.dispatched_at for t in timeline.tasks for a in t.attempts
-                 if a.outcome == "finished" and a.ended_at is not None]
-    return median(durations) if len(durations) > 2 else None
-
-
 def _attempt_text(task: TaskTimeline, attempt: Attempt, ended_at: float, usual_seconds: float | None) -> str:
-    """Describe an attempt: its failure, or how much longer than usual it took."""
     text = f"task {task.task} attempt {attempt.attempt} on {attempt.runner} #{attempt.incarnation}"
     if _has_failed(attempt):
         return f"{text} failed, {attempt.outcome}: {attempt.message}"

@@ -265,5 +265,4 @@ def _without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def is_time_metric(name: str) -> bool:
-    """Return True if a metric with this name is a time or duration."""
     return _TIME.search(name) is not None

@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.projections.host_states import HostLife, host_of, last_lives
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural_key
 
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["HostRow", "host_list", "read_hosts"]
-
-OPEN = ("running", "finalizing", "pending")
-"""States of open batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +57,7 @@ class HostRow:
     reason: str = ""
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         """True if the host belongs to the run now, as far as this machine can see."""
         return self.state in ("leads", "unseen", "joined", "draining")
 
@@ -83,7 +80,7 @@ def host_list(
         finished=all_finished - sum(finished.values()), units=units.get("", 0),
     )
     rows = {"": head}
-    for life in sorted(last_lives(lives).values(), key=lambda life: natural(life.host)):
+    for life in sorted(last_lives(lives).values(), key=lambda life: natural_key(life.host)):
         rows[life.host] = HostRow(
             host=life.host, epoch=life.epoch, state=life.state, since=life.since, address=life.address, pid=life.pid,
             places=dict(life.places), reason=life.reason, finished=finished.get(life.host, 0),
@@ -96,9 +93,9 @@ def host_list(
         row.runner_deaths += runner_life.died and not runner_life.went_with_host
         row.attempts_lost += runner_life.attempts_lost
         is_alive = last_runner_lives[runner_life.runner] is runner_life and runner_life.how == "running"
-        if is_alive and (row.there or not row.host):
+        if is_alive and (row.is_present or not row.host):
             row.runners.append(runner_life.runner)
-            if runner_life.ready_at is not None and row.there:
+            if runner_life.ready_at is not None and row.is_present:
                 row.ready.append(runner_life.runner)
                 row.runner_places += runner_life.places
     if live is not None:
@@ -117,7 +114,6 @@ def _head_state(processes: Mapping[str, Any], *, answers: bool) -> str:
 
 
 def _apply_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
-    """Update the rows, which come from the log, with the running system's status."""
     rows[""].epoch = int(live.get("epoch") or 0)
     runners = [r for r in live.get("runners", []) if r["state"] not in ("lost", "quarantined", "retired")]
     for row in rows.values():
@@ -145,7 +141,8 @@ def read_hosts(
     status = live if live is not None and "weights_version" in live else None
     unit_counts = Counter[str]()
     if status is None and count_units:
-        for row in (b for state in OPEN for b in log.batches(state=state)):
+        open_rows = (row for state in ("running", "finalizing", "pending") for row in log.batches(state=state))
+        for row in open_rows:
             batch = log.current(row.batch_id)
             unit_counts.update(host_of(flight.runner) for flight in (batch.flights.values() if batch else ()))
     return host_list(

@@ -14,7 +14,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogRewound, LogUnavailable
 from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.records.event_queries import clock_note
 from trinity_es.events.values import BatchId, batch_stream, with_offset
 
 __all__ = ["LogEvents"]
@@ -94,7 +93,13 @@ class LogEvents:
 
     def clock_note(self, at: datetime) -> str:
         """Return a note for the user if the clock was set around this time, which makes it ambiguous; else ""."""
-        return clock_note(at.timestamp(), self._events.clock_steps())
+        for step in self._events.clock_steps():
+            assert isinstance(step.event, ev.ClockStepped)
+            first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))
+            if first <= at.timestamp() <= last:
+                return (f"the clock of this log was set by {step.event.seconds:+.0f} s at position {step.position}: "
+                        "this moment may have occurred twice, or not at all; give a position to be exact")
+        return ""
 
     def follow(
         self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
@@ -176,7 +181,7 @@ class LogEvents:
             except (orjson.JSONDecodeError, TypeError) as e:
                 raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
 
-    def handed_in(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
+    def submission_events(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
         """Return the batch's last BatchSubmitted and the TasksAdded after it."""
         events: list[ev.BatchSubmitted | ev.TasksAdded] = []
         for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
@@ -189,7 +194,7 @@ class LogEvents:
 
     def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
         """Return a task of the batch's last submission, or {}. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
-        for event in self.handed_in(batch_id):
+        for event in self.submission_events(batch_id):
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)
                 return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}

@@ -15,9 +15,8 @@ from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError, LogNotFound, LogReplaced, NotALog
-from trinity_es.events.processes import process_lives, seen_from_here
+from trinity_es.events.processes import is_visible_here, process_lives
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
@@ -33,17 +32,14 @@ from trinity_es.projections.tables.runner_history import RunnerIncarnation, Weig
 from trinity_es.projections.verify.log import canonical, recomputed_result, verify_open
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.system_state import Followed, read_situation
+from trinity_es.projections.why.system_state import Followed, read_snapshot
 
 if TYPE_CHECKING:
     from trinity_es.events.experience import Experience
 
-__all__ = ["NOTABLE", "Log", "canonical", "open_log", "read_repeatedly", "recomputed_result"]
+__all__ = ["Log", "canonical", "open_log", "read_repeatedly", "recomputed_result"]
 
 T = TypeVar("T")
-
-NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
-"""Types of rare events without those of leases, which are many if runs use sandboxes."""
 
 
 def open_log(url: str) -> Log:
@@ -99,7 +95,7 @@ class Log(LogEvents):
 
     def deliveries_by_version(self) -> dict[int, int]:
         """Return {weights version: number of delivered experiences that it made}."""
-        return self._read(runner_history.read_made)
+        return self._read(runner_history.read_deliveries_by_version)
 
     def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
         """Return (batch stream, number of delivered experiences that this version made), newest batch first."""
@@ -134,17 +130,8 @@ class Log(LogEvents):
 
     def overview(self, recent: int = 20) -> Overview:
         """Return a summary of the run, with its last `recent` rare events and stalls."""
-        head, rows = self.head().position, self.batches()
-        first, last = self.at(min(head, 1)), self.at(head)
-        return summarize(
-            head=head, first_at=None if first is None else first.recorded_at,
-            last_at=None if last is None else last.recorded_at, rows=rows,
-            config=self.config()[1], lives=self.runner_lives(),
-            coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
-            model_version=self.model_version(), losses=self.losses(),
-            stalls=list(self.rare(["StallDetected"], limit=recent, descending=True)),
-            recent=list(self.rare(NOTABLE, limit=recent, descending=True)),
-        )
+        head = self.head().position  # read first, since the log may grow meanwhile
+        return summarize(self, head, recent, self.batches(), self.runner_lives(), self.model_version(), self.losses())
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
         """Return durations, rewards, response lengths and failures in these batches. Raises BatchNotFound.
@@ -154,10 +141,7 @@ class Log(LogEvents):
         if batch_ids is None:
             batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
                          if row.ended_at is not None]
-        starts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
-        types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
-        recorded = (r for stream, start in starts for r in self._events.read(stream=stream, types=types, after=start))
-        return distributions(batch_ids, ((r.type, r.data) for r in recorded))
+        return distributions(self, {batch_id: self.batch_row(batch_id).first_position for batch_id in batch_ids})
 
     def freed(self) -> dict[str, int]:
         """Return {batch stream: position at which the batch's experiences were last freed}."""
@@ -175,8 +159,7 @@ class Log(LogEvents):
         Raises BatchNotFound, also if the batch was not submitted by then.
         """
         self._require_batch(batch_id)
-        until = self.position_of(at)
-        state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
+        state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=self.position_of(at)))
         if state is None:
             first = next(self._events.read(stream=batch_stream(batch_id), limit=1))
             raise BatchNotFound(
@@ -232,12 +215,11 @@ class Log(LogEvents):
         """Explain these batches, or all open batches if `batch_ids` is empty; see `why`."""
         open_ids = [batch_id for _, batch_id in self._read(read_models.open_batches)]
         # If the caller did not ask the system for its status, a missing answer means nothing.
-        was_asked = live is not None or system is not None
-        facts = {**self.processes(), "asked": was_asked, **(system or {})}
+        facts = {**self.processes(), "asked": live is not None or system is not None, **(system or {})}
         at = _time.time() if now is None else now
         followed = followed or Followed()
         with followed.lock:
-            snapshot = read_situation(self._events, dict.fromkeys([*open_ids, *batch_ids]), followed)
+            snapshot = read_snapshot(self._events, dict.fromkeys([*open_ids, *batch_ids]), followed)
             return [why(snapshot, b, now=at, live=live, system=facts)
                     for b in batch_ids or open_ids if b in snapshot.batches]
 
@@ -257,7 +239,7 @@ class Log(LogEvents):
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
         if owner.get("host") == socket.gethostname():
             started = admin.get("started")
-            is_visible = seen_from_here(started)
+            is_visible = is_visible_here(started)
             if is_visible is not None:
                 facts["up"] = is_visible and process_lives(admin.get("pid", 0), started)
         return facts

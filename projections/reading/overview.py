@@ -13,14 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.records.event_queries import RARE
 from trinity_es.events.store.records.log_values import Recorded
-from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections.reading.log_events import LogEvents
 
 if TYPE_CHECKING:
     from trinity_es.projections.tables.batch_queries import BatchRow
     from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
-__all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
+__all__ = ["NOTABLE", "Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
+
+NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
+"""Types of rare events without those of leases, which are many if runs use sandboxes."""
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -106,15 +112,16 @@ class Distributions:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
-    """Collect the distributions of these batches from the events of their attempts, given as (type, JSON).
+def distributions(log: LogEvents, starts: Mapping[BatchId, int]) -> Distributions:
+    """Collect the distributions of batches, given with their first positions, from the events of their attempts.
 
     The JSON is read directly, because making event objects would take most of the time.
     """
-    collected = Distributions(batch_ids=list(batch_ids))
-    for type_name, data in events:
-        event = orjson.loads(data)
-        if type_name == "AttemptFailed":
+    collected = Distributions(batch_ids=list(starts))
+    types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
+    for item in (r for b, start in starts.items() for r in log.read(stream=batch_stream(b), types=types, after=start)):
+        event = orjson.loads(item.data)
+        if item.type == "AttemptFailed":
             collected.failures[event["kind"]] += 1
             if event.get("seconds"):
                 collected.failed_seconds.append(event["seconds"])
@@ -160,7 +167,6 @@ def throughput(rows: Iterable[BatchRow], until: float, slices: int = 120) -> lis
 
 
 def _curve_point(row: BatchRow, value: float) -> Point:
-    """Return the batch's point in a curve, with its step and name."""
     name, step = row.batch_type, row.trained_step
     if row.batch_type == "eval":
         number, _, rest = str(row.batch_id).partition("/")
@@ -172,10 +178,11 @@ def _curve_point(row: BatchRow, value: float) -> Point:
 
 
 def summarize(
-    *, head: int, first_at: float | None, last_at: float | None, rows: Sequence[BatchRow], config: dict[str, Any],
-    lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
-    losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
+    log: LogEvents, head: int, recent: int, rows: Sequence[BatchRow], lives: Sequence[RunnerIncarnation],
+    model_version: int, losses: Mapping[tuple[str, str], int],
 ) -> Overview:
+    first, last = log.at(min(head, 1)), log.at(head)
+    last_at = None if last is None else last.recorded_at
     finalized_rows = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized_rows.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
     rewards = [(r, _curve_point(r, r.reward)) for r in finalized_rows if r.reward is not None]
@@ -185,15 +192,18 @@ def summarize(
     sums = {name: sum(getattr(row, name) for row in rows) for name in (
         "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens", "response_tokens")}
     return Overview(
-        head=head, first_at=first_at, last_at=last_at, config=config,
+        head=head, first_at=None if first is None else first.recorded_at, last_at=last_at, config=log.config()[1],
         states=dict(Counter(row.state for row in rows)), **sums,
         trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=model_version,
         runners=dict(Counter({life.runner: life.how for life in lives}.values())),
-        runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
+        runner_deaths=sum(life.died for life in lives),
+        coordinator_starts=sum(1 for _ in log.rare(["CoordinatorStarted"])),
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
         staleness=[_curve_point(r, r.staleness) for r in finalized_rows if r.staleness is not None],
-        throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
+        throughput=throughput(rows, last_at or 0.0),
+        recent=list(log.rare(NOTABLE, limit=recent, descending=True)),
+        stalls=list(log.rare(["StallDetected"], limit=recent, descending=True)),
         attempts_failed=loss_counts["attempt"], tasks_dropped=loss_counts["task"],
         experiences_dropped=loss_counts["experience"],
     )

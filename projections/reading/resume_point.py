@@ -1,11 +1,10 @@
-"""State that an explorer needs to resume a run, and the number of times that each prompt was used.
+"""State that an explorer needs to resume a run.
 
-Both come from read models and short streams, so their cost grows with the number of steps and not of events.
+It comes from read models and short streams, so its cost grows with the number of steps and not of events.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,9 +15,8 @@ from trinity_es.events.vocabulary import TasksetResolved, TasksetSource
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["ResumePoint", "is_over", "prompts_used", "resume_point", "sources_of", "was_dropped_stale"]
+__all__ = ["ResumePoint", "is_over", "resume_point", "sources_of", "was_dropped_stale"]
 
-_ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +87,8 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
     return ResumePoint(
         submitted=len(steps), finished=_first_false(ended),
         open=frozenset(step for step in steps if not is_over(log, train[step])), trained=_first_false(settled),
-        cursors=cursors, evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
-        version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
+        cursors=cursors, version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
+        evals={b.batch_id: BatchLifecycleState(b.state).ended for b in rows.values() if b.batch_type == "eval"},
         sources=sources_of(log), position=position,
     )
 
@@ -129,21 +127,3 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
         elif isinstance(event, ev.RecoveryDecided) and event.decision == "drop_stale":
             is_stale = True
     return is_stale
-
-
-def prompts_used(log: Log, taskset: str) -> dict[int, int]:
-    """Return {row of the taskset: number of train batches with it}, without aborted and replaced submissions."""
-    rows_by_stream: dict[str, list[int]] = {}
-    for recorded in log.read(types=["BatchSubmitted", "TasksAdded", "BatchAborted"]):
-        event = recorded.event
-        if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-            rows_by_stream[recorded.stream] = []
-        if isinstance(event, ev.BatchSubmitted | ev.TasksAdded) and recorded.stream in rows_by_stream:
-            # A task that continues a cut task counts in the batch that cut it.
-            continued = {task.task for task in event.continues} if isinstance(event, ev.BatchSubmitted) else set[int]()
-            tasks = enumerate(log.tasks_of(event))
-            indices = [task.get("index", {}) for number, task in tasks if number not in continued]
-            rows_by_stream[recorded.stream] += [i["index"] for i in indices if i.get("taskset") == taskset]
-        elif isinstance(event, ev.BatchAborted):
-            rows_by_stream.pop(recorded.stream, None)
-    return dict(sorted(Counter(row for rows in rows_by_stream.values() for row in rows).items()))

@@ -21,8 +21,7 @@ def short_text(log: Log, batch: BatchRow) -> str:
     event = missing.event
     assert isinstance(event, ev.GroupsMissing)
     text = f"{event.usable} of {event.usable + event.missing} groups"
-    config = log.config()[1] or {}
-    at_most = config.get("explorer", {}).get("refill", {}).get("at_most", 0)
+    at_most = log.config()[1].get("explorer", {}).get("refill", {}).get("at_most", 0)
     if not at_most:
         return text
     tasks = sum(len(item.event.repeat_times) for item in log.rare(["TasksAdded"], after=batch.first_position)

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["pass_rates", "submitted_tasks"]
@@ -23,21 +22,15 @@ def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[f
     by_taskset: dict[str, tuple[list[int], list[float]]] = {}
     for number, task in enumerate(submitted_tasks(log, batch_id)):
         index = task.get("index") or {}
-        rate = _mean_reward(state, number)
-        if rate is None or type(index.get("index")) is not int or "taskset" not in index:
+        rewards = [run.metrics["reward"] for run in state.tasks[number].done.values() if "reward" in run.metrics]
+        if not rewards or type(index.get("index")) is not int or "taskset" not in index:
             continue
         rows, rates = by_taskset.setdefault(str(index["taskset"]), ([], []))
         rows.append(index["index"])
-        rates.append(rate)
+        rates.append(math.fsum(rewards) / len(rewards))
     return by_taskset
 
 
 def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
     """Return the tasks of the batch's last submission, including added ones. Raises PayloadNotFound."""
-    return [task for event in log.handed_in(batch_id) for task in log.tasks_of(event)]
-
-
-def _mean_reward(state: BatchState, number: int) -> float | None:
-    """Return the mean reward of a task's completed runs; None if none has a reward."""
-    rewards = [run.metrics["reward"] for run in state.tasks[number].done.values() if "reward" in run.metrics]
-    return math.fsum(rewards) / len(rewards) if rewards else None
+    return [task for event in log.submission_events(batch_id) for task in log.tasks_of(event)]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Select, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from trinity_es.events.values import BatchId
 from trinity_es.projections.tables import read_models
@@ -66,21 +65,17 @@ def read_batches(
 ) -> list[BatchRow]:
     """Return the rows of batches, sorted by a key in `SORTS`. `stream`, `state` and `batch_type` are filters."""
     key = SORTS[sort]
-    query = _filtered(select(*_COLUMNS), state, batch_type)
-    if stream is not None:
-        query = query.where(_C.stream == stream)
+    query = select(*_COLUMNS).where(*_conditions(stream=stream, state=state, batch_type=batch_type))
     query = query.order_by(key.is_(None), key.desc() if descending else key.asc(), _C.first_position)
     rows = connection.execute(query.limit(limit).offset(offset)).mappings()
     return [BatchRow(**{**row, "batch_id": orjson.loads(row["batch_id"])}) for row in rows]
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
-    query = _filtered(select(func.count()).select_from(read_models.batches), state, batch_type)
-    return int(connection.execute(query).scalar_one())
+    query = select(func.count()).select_from(read_models.batches)
+    return int(connection.execute(query.where(*_conditions(state=state, batch_type=batch_type))).scalar_one())
 
 
-def _filtered(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
-    """Restrict the query to batches of this state and type, unless they are None."""
-    if state is not None:
-        query = query.where(_C.state == state)
-    return query if batch_type is None else query.where(_C.batch_type == batch_type)
+def _conditions(**values: str | None) -> list[ColumnElement[bool]]:
+    """Return the condition `column = value` for each column whose value is not None."""
+    return [_C[name] == value for name, value in values.items() if value is not None]

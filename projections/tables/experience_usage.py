@@ -17,12 +17,12 @@ import sqlalchemy as sa
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.database.prepared import Gathered, Prepared
-from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections import experience_queue
 from trinity_es.projections.freed_payloads import EXPERIENCES
 
-__all__ = ["STREAMS", "USED", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
+__all__ = ["STREAMS", "USED", "Usage", "Used", "apply", "metadata", "next_delivered", "read_usage"]
 
 STREAMS = (experience_queue.STREAM, EXPERIENCES)
 """Streams with events about uses, besides those of batches."""
@@ -129,12 +129,12 @@ def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
     return None if row is None else (row[0], row[1])
 
 
-def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | None:
-    """Return (batch id as JSON, position) of the first delivery after a position, or None."""
+def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
+    """Return the first train batch that was finalized after a position, and the position of its BatchFinalized."""
     c = _deliveries.c
     query = sa.select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else (row.batch_id, row.position)
+    row = log.query(lambda connection: connection.execute(query).one_or_none())
+    return None if row is None else (orjson.loads(row.batch_id), row.position)
 
 
 def _add_uses(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
@@ -153,7 +153,6 @@ def read_usage(connection: sa.Connection) -> Usage:
 
 
 def _count_uses(delivery: Any, uses: list[Any], usage: Usage) -> None:
-    """Add the uses of one delivery's experiences to `usage`."""
     total = delivery.experiences
     usage.delivered += total
     usage.redone += sum(use.count for use in uses if use.undone)

@@ -24,8 +24,7 @@ from trinity_es.projections.metric_aggregation import mean_reward
 from trinity_es.projections.tables import experience_usage, host_work, open_leases, runner_history, serve_answers
 
 __all__ = [
-    "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "projectors",
-    "read_losses", "untrained_since",
+    "ReadModels", "Totals", "delivered_batches", "open_batches", "projectors", "read_losses", "untrained_since",
 ]
 
 _metadata = sa.MetaData()
@@ -321,12 +320,6 @@ def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
 
 
-def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
-    """Return the first train batch that was finalized after a position, and the position of its BatchFinalized."""
-    delivery = log.query(lambda connection: experience_usage.next_delivery(connection, after))
-    return None if delivery is None else (orjson.loads(delivery[0]), delivery[1])
-
-
 def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, int]]:
     """Return (stream, first position) of at most `limit` finalized train batches, newest first."""
     rows = connection.execute(
@@ -379,7 +372,6 @@ def read_totals(connection: sa.Connection) -> list[Totals]:
 
 
 def read_losses(connection: sa.Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
-    """Return {(`attempt`, `task` or `experience`, reason): number of losses}, of one batch or all."""
     c = losses.c
     query = sa.select(c.what, c.why, sa.func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
     if stream is not None:

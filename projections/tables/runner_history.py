@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -27,8 +27,8 @@ from trinity_es.projections.host_states import went_with_host
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "add_deliveries",
     "add_lost_attempt", "apply", "batches_made_by", "before_start", "by_runner", "count_weights", "current_version",
-    "current_version_in", "last_incarnation", "metadata", "natural", "read_lives", "read_made", "read_weights",
-    "runner_states", "storable", "visible_state",
+    "current_version_in", "last_incarnation", "metadata", "natural_key", "read_deliveries_by_version", "read_lives",
+    "read_weights", "runner_states", "storable", "visible_state",
 ]
 
 
@@ -103,7 +103,7 @@ def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> lis
             attempts_lost=sum(life.attempts_lost for life in own_lives),
             seconds_lost=sum(life.seconds_lost for life in own_lives), all=own_lives,
         )
-        for name, own_lives in sorted(runners.items(), key=lambda item: natural(item[0]))
+        for name, own_lives in sorted(runners.items(), key=lambda item: natural_key(item[0]))
     ]
 
 
@@ -327,7 +327,6 @@ def before_start(position: int, commit_id: str) -> sa.Select[Any]:
 
 
 def _dispatch_times(connection: sa.Connection, stream: str, after: int) -> Dispatched:
-    """Return the dispatches in a batch's stream after a position."""
     e = schema.events.c
     query = sa.select(e.version, e.recorded_at, e.data).where(
         e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM
@@ -353,7 +352,7 @@ def current_version_in(group: Gathered) -> int:
     return int(unwritten[-1]["version"]) if unwritten else current_version(group.connection)
 
 
-def natural(name: str) -> list[str | int]:
+def natural_key(name: str) -> list[str | int]:
     """Return the natural sort key of a name, which puts runner-2 before runner-10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
@@ -368,12 +367,10 @@ def visible_state(life: RunnerIncarnation, up: bool | None) -> str:
 
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
     """Return all lives, ordered by runner and incarnation. A life without an end before a later one is `replaced`."""
-    columns = [_lives.c[f.name] for f in fields(RunnerIncarnation)]
-    query = sa.select(_lives.c.first_position, *columns).order_by(_lives.c.runner, _lives.c.incarnation)
-    positions, lives = list[int](), list[RunnerIncarnation]()
-    for position, *values in connection.execute(query):
-        positions.append(position)
-        lives.append(RunnerIncarnation(**{column.name: value for column, value in zip(columns, values, strict=True)}))
+    query = sa.select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)
+    rows = [dict(row) for row in connection.execute(query).mappings()]
+    positions = [row.pop("first_position") for row in rows]
+    lives = [RunnerIncarnation(**row) for row in rows]
     for i, (life, successor) in enumerate(pairwise(lives)):
         if successor.runner == life.runner and life.ended_at is None:
             ended_at = _system_end(connection, positions[i], positions[i + 1]) or successor.started_at
@@ -382,10 +379,10 @@ def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
 
 
 def _system_end(connection: sa.Connection, after: int, before: int, commit_id: str | None = None) -> float | None:
-    """Return when the system ended that ran before the last start of a coordinator between two positions.
+    """Return when the previous system ended, by the last start of a coordinator between two positions.
 
-    This is the time of the last event before that start. None if no coordinator started there, or if the start is not
-    in the commit `commit_id`, with which it would have recorded its losses.
+    This is the time of the last event before that start; None if no coordinator started there. With `commit_id`, also
+    None if the start is in another commit. A coordinator records lost attempts in the commit of its start.
     """
     e = schema.events.c
     started = connection.execute(sa.select(e.position, e.commit_id).where(
@@ -434,14 +431,12 @@ def count_weights(connection: sa.Connection) -> int:
     return int(connection.execute(sa.select(sa.func.count(_published.c.version.distinct()))).scalar_one())
 
 
-def read_made(connection: sa.Connection) -> dict[int, int]:
-    """Return {weights version: number of delivered experiences that it made}. Version 0 is the original model."""
+def read_deliveries_by_version(connection: sa.Connection) -> dict[int, int]:
     query = sa.select(_made.c.version, sa.func.sum(_made.c.experiences)).group_by(_made.c.version)
     return {version: int(count) for version, count in connection.execute(query)}
 
 
 def batches_made_by(connection: sa.Connection, version: int, limit: int) -> list[tuple[str, int]]:
-    """Return (batch stream, number of delivered experiences that this version made), newest first, at most `limit`."""
     query = sa.select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
     rows = connection.execute(query.order_by(_made.c.position.desc()).limit(limit))
     return [(stream, count) for stream, count in rows]

@@ -86,8 +86,7 @@ def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, Answer
 
 def read_all(connection: sa.Connection) -> dict[str, AnswerState]:
     """Return all answers by message id, in the order in which they were recorded."""
-    rows = connection.execute(sa.select(_table).order_by(_table.c.number))
-    return {row.message: _to_state(row) for row in rows}
+    return {row.message: _to_state(row) for row in connection.execute(sa.select(_table).order_by(_table.c.number))}
 
 
 def to_deliver(connection: sa.Connection) -> list[AnswerState]:

@@ -28,7 +28,7 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
-from trinity_es.events.values import BatchLifecycleState, batch_stream
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
@@ -94,8 +94,8 @@ def verify_log(
 ) -> Verification:
     """Check the log at a URL or file path. Its run may continue meanwhile.
 
-    `progress(done, total)` counts events, `payload_progress` counts payloads. `folder`: folder of this host's memory
-    file (`Memory`), if it is neither in the folders of the log's config nor beside the log. Raises LogNotFound, NotALog
+    `progress(done, total)` counts events, `payload_progress` counts payloads. `folder`: folder of this host's
+    `MemoryFile`, if it is neither in the folders of the log's config nor beside the log. Raises LogNotFound, NotALog
     for a file that never was a log, and LogUnavailable for a database that can't be reached.
     """
     try:
@@ -276,7 +276,7 @@ class _Fold:
                               f"what came before it: {type(e).__name__}: {e}")
 
     def _fold_lease_event(self, item: Recorded) -> None:
-        """Fold one lease event, and report it if it can't follow, or if a lease was taken by an attempt not running."""
+        """Fold one lease event. Report it if it can't follow, or if the attempt that took the lease was not running."""
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
             evolve_leases(self._open_leases, item.event)
@@ -307,7 +307,7 @@ class _Fold:
                               "one recomputed")
         state = evolve(state, event)
         self.batches[stream] = (state.state.value, state.expected_task_count)
-        if state.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED):
+        if state.state.ended:
             self._open_batches.pop(stream, None)
         else:
             self._open_batches[stream] = state

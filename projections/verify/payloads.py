@@ -17,7 +17,7 @@ from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads.payload_store import is_inline
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
+from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_positions
 
 __all__ = ["Needs", "Payloads"]
 
@@ -57,7 +57,7 @@ class Needs:
         stored = [row for row in rows if not is_inline(row[0])]
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", stored)
 
-    def way_out(self, digest: str) -> str:
+    def redo_advice(self, digest: str) -> str:
         """Return advice to generate a lost payload again, as the end of a sentence; "" if that is impossible."""
         rows = self._scratch.execute(
             "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
@@ -86,17 +86,12 @@ class Needs:
             case ev.BatchSubmitted() | ev.TasksAdded():
                 if event.tasks_digest is not None:
                     yield event.tasks_digest, f"{owner} (its tasks)", None, item.position
-            case ev.RunsFinished():  # or its subclass TaskFinished
-                if event.payload is not None:
-                    yield event.payload.digest, owner, stream, self._submitted.get(stream, 0)
-            case ev.AttemptKept():
-                yield event.payload, owner, stream, self._submitted.get(stream, 0)
-            case ev.BatchFinalized():
+            case ev.RunsFinished() | ev.AttemptKept() | ev.BatchFinalized():
                 submission_position = self._submitted.get(stream, 0)
-                yield from ((ref.digest, owner, stream, submission_position) for ref in event.experiences)
+                yield from ((digest, owner, stream, submission_position) for digest in experience_digests([item]))
             case ev.ExperiencesProcessed():
                 owner = f"position {item.position} (experiences handed in)"
-                yield from ((ref.digest, owner, None, item.position) for ref in event.experiences)
+                yield from ((digest, owner, None, item.position) for digest in experience_digests([item]))
             case ev.AnswersRecorded():
                 for answer in event.answers:
                     if answer.payload is not None:
@@ -108,7 +103,7 @@ class Needs:
         """Record batches whose payloads were freed, as {batch stream: position of the PayloadsFreed}."""
         self._freed |= freed
 
-    def listed(self) -> Iterator[tuple[str, str]]:
+    def remaining(self) -> Iterator[tuple[str, str]]:
         """Remove the payloads of freed batches. Return (digest, owner) of each needed payload, in order of digests."""
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
         self._freed = {}
@@ -132,7 +127,7 @@ class Payloads:
 
     def check(self, progress: Callable[[int, int], None] | None) -> None:
         """Read all payloads, and fill `problems` and `notes`. `progress(done, total)` counts payloads."""
-        needed = self._needs.listed()
+        needed = self._needs.remaining()
         try:
             store = open_payloads(self._url, create=False)
         except LogNotFound as e:
@@ -151,7 +146,7 @@ class Payloads:
         missing_payloads: list[tuple[str, str]] = []
         unneeded_digests: list[str] = []
         next_needed = next(needed, None)
-        for digest, error in store.checked():
+        for digest, error in store.check_all():
             while next_needed is not None and next_needed[0] < digest:
                 missing_payloads.append(next_needed)
                 next_needed = next(needed, None)
@@ -165,13 +160,13 @@ class Payloads:
                 owner = next_needed[1]
                 next_needed = next(needed, None)
             if isinstance(error, CorruptPayload):
-                text = error.message
-                self.problems.add(f"{owner}: {text}{self._needs.way_out(digest)}" if owner else text)
+                advice = self._needs.redo_advice(digest)
+                self.problems.add(f"{owner}: {error.message}{advice}" if owner else error.message)
             if progress and self.read_count % 100 == 0:
                 progress(self.read_count, max(self.read_count, needed_count))
         missing_payloads += [*([] if next_needed is None else [next_needed]), *needed]
         for digest, owner in self._still_needed(missing_payloads):
-            self.problems.add(f"{owner}: payload {digest} is missing{self._needs.way_out(digest)}")
+            self.problems.add(f"{owner}: payload {digest} is missing{self._needs.redo_advice(digest)}")
         if progress:
             progress(self.read_count, self.read_count)
         self._add_note(unneeded_digests, "payloads are named by no event: their runner ended before its result was "
@@ -190,5 +185,5 @@ class Payloads:
             return []
         events = self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.last_position)
         self._needs.free(freed_positions(events))
-        owners = dict(self._needs.listed())
+        owners = dict(self._needs.remaining())
         return [(digest, owners[digest]) for digest, _ in missing_payloads if digest in owners]

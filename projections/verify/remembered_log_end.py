@@ -1,4 +1,4 @@
-"""Check of a log against the claims about its end in this host's memory files (`Memory`)."""
+"""Check of a log against the claims about its end in this host's memory files (`MemoryFile`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trinity_es.events import errors
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
+from trinity_es.events.store.checks.log_end import Claim, MemoryFile, rewound_error
 from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.verify.tables import UNREADABLE
@@ -33,7 +33,7 @@ def read_claims(log: EventLog, url: str, folder: str) -> list[Claim]:
     remembered: list[Claim] = []
     with suppress(*UNREADABLE, errors.LogError):
         for path in dict.fromkeys(folders):
-            remembered += log.remembered_claims(Memory.of(url, path))
+            remembered += log.remembered_claims(MemoryFile.of(url, path))
     return remembered
 
 
@@ -41,5 +41,5 @@ def loss_text(log: EventLog, remembered: Sequence[Claim]) -> str | None:
     """Describe the loss if the log lacks remembered events; None if it has all of them."""
     with suppress(*UNREADABLE, errors.LogCorrupt):  # an unreadable head or event is already reported
         head, missing_claims = log.lost_claims(remembered)
-        return rewound(log.url, head, missing_claims).message if missing_claims else None
+        return rewound_error(log.url, head, missing_claims).message if missing_claims else None
     return None

@@ -14,7 +14,7 @@ from trinity_es.projections.event_texts import counted
 
 __all__ = [
     "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "end_of_run", "restart_advice", "resume_advice", "resume_after_fix",
-    "resume_command", "span", "unread", "weights_advice",
+    "resume_command", "span", "weights_advice", "why_without_log",
 ]
 
 SHOWN = 5
@@ -238,7 +238,7 @@ OF_TRAINER = {"finalize", "finalize_failed", "groups_missing", "grace", "paused"
 """Causes for which the batch waits for its trainer, or for nothing. They are never a stall."""
 
 
-def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
+def why_without_log(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
     """Make answers for open batches from the running system's status, if `error` prevents reads of the log."""
     text = str(live.get("trouble") or error)
     waiting = (Waiting(cause="no_database", what="the database", text=text, person=True),)

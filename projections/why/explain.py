@@ -28,14 +28,14 @@ from trinity_es.projections.why.host_waits import current_hosts, hosts_without_u
 from trinity_es.projections.why.runners import (
     SILENT_SECONDS,
     coordinator_absence,
+    gets_units,
     has_no_server,
     refuses_weights,
-    serves,
     short,
     wait_for_idle_runner,
     wait_for_outdated_runner,
 )
-from trinity_es.projections.why.system_state import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
+from trinity_es.projections.why.system_state import BatchTimes, RunnerSnapshot, SystemSnapshot, current_runners
 
 __all__ = ["why"]
 
@@ -82,7 +82,7 @@ def why(
     if state.state.ended:
         ranked = [_wait_of_ended(snapshot, batch, up=live is not None or bool((system or {}).get("up")))]
     else:
-        lives = dict(with_live(snapshot, live, now))
+        lives = dict(current_runners(snapshot, live, now))
         ranked = sorted(_waits_of_open(snapshot, batch, lives, now, live, system), key=lambda pair: pair[0])
     waiting = tuple(w for _, w in ranked) or (_UNKNOWN,)
     is_late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
@@ -158,7 +158,7 @@ def _waits_of_open(
     for flight in state.flights.values():
         w = _wait_on_runner(snapshot, batch, flight, lives, now, usual)
         yield ranked(with_host_state(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
-    lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
+    lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.is_present}
     for r in lives.values():
         if r.state == "ready" and refuses_weights(snapshot, r):
             yield ranked(wait_for_outdated_runner(r))
@@ -180,7 +180,7 @@ def _waits_of_open(
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
     of_hosts = [*hosts_without_units(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
-    serving = [r for r in lives.values() if serves(snapshot, r)]
+    serving = [r for r in lives.values() if gets_units(snapshot, r)]
     if serving:
         yield ranked(_wait_for_place(snapshot, batch, serving))
     elif not lives and has_no_server(snapshot, live, bool(removed)):
@@ -211,8 +211,7 @@ def _wait_for_system(
         return down(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
-        ended = "it has ended (guardian.log says why)"
-        how = ended if facts.get("released") else f"its processes are gone{pid}"
+        how = "it has ended (guardian.log says why)" if facts.get("released") else f"its processes are gone{pid}"
         if facts.get("copied_from"):
             how = f"it is a copy of {facts['copied_from']}, and the system in it belongs to the original"
         last = "" if snapshot.last_at is None else f"; the last event was at {local_time(snapshot.last_at)}"
@@ -253,10 +252,10 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
     if batch.error:
         text = f"its pipeline failed, and it has not been finalized again: {short(batch.error)}"
         return Waiting(cause="finalize_failed", what="the trainer", text=text, since=batch.moved_at)
-    rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
     have = "all its tasks are settled"
     if settled_count != task_count:
         have = f"{settled_count} of {task_count} tasks are settled, enough"
+    rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
     row = rows.get(state.batch_id, {})
     if row.get("waited_for"):
         rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
@@ -293,7 +292,6 @@ def _pending_text(batch: BatchTimes) -> str:
 
 
 def _unit_wait(batch: BatchTimes, flight: Flight, **fields: Any) -> Waiting:
-    """Return a `Waiting` for a unit on a runner, with the fields of its flight and these `fields`."""
     unit, state = flight.unit, batch.state
     return Waiting(
         what=_unit_text(state, unit, flight.strikes), task=unit.task, attempt=unit.attempt,

@@ -26,7 +26,7 @@ def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now:
         if host.state != row["state"]:  # log and status are from different moments
             host.state, host.since = row["state"], None
         host.reason = row.get("reason") or host.reason
-        if host.there and not row["connected"]:
+        if host.is_present and not row["connected"]:
             host.heard, host.why_away = now - float(row.get("away_for") or 0.0), row.get("why_away") or ""
     return hosts
 
@@ -37,20 +37,18 @@ def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, tim
         return waiting
     waiting = replace(waiting, host=host.name)
     unit = waiting.text.partition(": ")[0]
-    if not host.there:
+    if not host.is_present:
         end = "is lost" if host.state == "lost" else "left"
-        end += f"{_since_text(host)}{_reason_text(host.reason)}"
-        text = f"{unit}: its host {host.name} {end}, so it is attempted again"
+        text = f"{unit}: its host {host.name} {end}{_since_and_reason(host)}, so it is attempted again"
         return replace(waiting, cause="lost", text=text)
     if host.heard is not None:
         deadline_text = " in the end" if timeout is None else f" after {span(timeout)}"
+        reason = host.why_away and f" ({host.why_away})"
         text = (f"{unit}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
-                f"{local_time(host.heard)}{_reason_text(host.why_away)}; it is lost{deadline_text}, and this is "
-                "attempted elsewhere then")
+                f"{local_time(host.heard)}{reason}; it is lost{deadline_text}, and this is attempted elsewhere then")
         return replace(waiting, cause="away", text=text, since=host.heard)
     if host.state == "draining":
-        drains = f"its host {host.name} drains{_since_text(host)}{_reason_text(host.reason)}"
-        return replace(waiting, text=f"{waiting.text}; {drains}")
+        return replace(waiting, text=f"{waiting.text}; its host {host.name} drains{_since_and_reason(host)}")
     return waiting
 
 
@@ -62,21 +60,15 @@ def hosts_without_units(
         runners = sum(host_of(name) == host.name for name in lives)
         if host.state == "draining":
             gets = "its runner gets" if runners == 1 else f"its {counted(runners, 'runner')} get"
-            text = f"host {host.name} drains{_since_text(host)}{_reason_text(host.reason)}: {gets} no more units"
-            yield Waiting(cause="draining", what=f"host {host.name}", text=text, host=host.name, since=host.since,
-                          person=True)
+            cause, text = "draining", f"drains{_since_and_reason(host)}: {gets} no more units"
         elif host.state == "lost" and not (others and now - (host.since or 0.0) > SHOWN_SECONDS):
-            loss = f"is lost{_since_text(host)}{_reason_text(host.reason)}"
-            text = f"host {host.name} {loss}: its runners come back with it"
-            yield Waiting(cause="host_lost", what=f"host {host.name}", text=text, host=host.name, since=host.since,
-                          person=True)
+            cause, text = "host_lost", f"is lost{_since_and_reason(host)}: its runners come back with it"
+        else:
+            continue
+        name = f"host {host.name}"
+        yield Waiting(cause=cause, what=name, text=f"{name} {text}", host=host.name, since=host.since, person=True)
 
 
-def _since_text(host: HostSnapshot) -> str:
-    """Return " since TIME" for the host's state, or "" if the time is unknown."""
-    return "" if host.since is None else f" since {local_time(host.since)}"
-
-
-def _reason_text(reason: str) -> str:
-    """Return " (REASON)", or "" without a reason."""
-    return f" ({reason})" if reason else ""
+def _since_and_reason(host: HostSnapshot) -> str:
+    since = "" if host.since is None else f" since {local_time(host.since)}"
+    return since + (host.reason and f" ({host.reason})")

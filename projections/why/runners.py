@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from trinity_es.events.errors import split_error
@@ -10,8 +11,8 @@ from trinity_es.projections.why.answer import Waiting, restart_advice, span
 from trinity_es.projections.why.system_state import RunnerSnapshot, SystemSnapshot
 
 __all__ = [
-    "SILENT_SECONDS", "coordinator_absence", "has_no_server", "refuses_weights", "runner_problem", "serves", "short",
-    "wait_for_idle_runner", "wait_for_outdated_runner",
+    "SILENT_SECONDS", "coordinator_absence", "gets_units", "has_no_server", "refuses_weights", "runner_problem",
+    "short", "wait_for_idle_runner", "wait_for_outdated_runner",
 ]
 
 SILENT_SECONDS = 10.0
@@ -35,7 +36,7 @@ def refuses_weights(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
-def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+def gets_units(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     """Return True if a runner gets units: it is ready and loads no weights."""
     return runner.state == "ready" and _version_in_load(snapshot, runner) is None
 
@@ -51,7 +52,31 @@ def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone
 
 def wait_for_idle_runner(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
     """Return the `Waiting` for a runner that gets no units in its state."""
-    return _runner_wait(runner, *_cause_and_text(snapshot, runner, now))
+    waiting = partial(_runner_wait, runner)
+    since = runner.since
+    ago = "" if since is None else f" {span(now - since)} ago"
+    reason, wait = short(runner.reason), short(runner.waits_for)
+    match runner.state:
+        case "ready":
+            since = snapshot.published_at
+            ago = "" if since is None else f", published {span(now - since)} ago"
+            text = f"is loading weights version {_version_in_load(snapshot, runner)}{ago}; it has version "
+            text += f"{runner.model_version}{f' and waits for {wait}' if wait else ''}"
+            return waiting("weights", text, since, person=False)
+        case "failed":
+            cause = "refused" if refuses_weights(snapshot, runner) else "failed"
+            return waiting(cause, f"failed{ago}: {reason}", since, person=True)
+        case "quarantined":
+            text = f"was quarantined{ago} and is not started again: {reason}"
+            return waiting("quarantined", text, since, person=True)
+        case "lost":
+            delay = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
+            return waiting("lost", f"was lost ({reason}) and is started again{delay}", since, person=False)
+        case "retired" | "down":
+            return waiting("ended", f"was ended{ago}", since, person=True)
+    text = f"{'waits to start' if wait else 'is loading'} its engine"
+    text += ("" if since is None else f", for {span(now - since)} now") + (wait and f": {wait}")
+    return waiting("server" if wait and runner.server else "loading", text, since, person=False)
 
 
 def wait_for_outdated_runner(runner: RunnerSnapshot) -> Waiting:
@@ -95,33 +120,6 @@ def runner_problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float)
         return (f"is hung: its engine's loop has not answered for {span(runner.silent or 0.0)}; it is ended after "
                 "system.hang_timeout and started again")
     return f"is up, and {runner.runs_wait}: see to that" if runner.runs_wait and runner.state == "ready" else None
-
-
-def _cause_and_text(
-    snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float
-) -> tuple[str, str, float | None, bool]:
-    """Return (cause, text that follows the runner's name, start in unix seconds, True if a person must act)."""
-    since = runner.since
-    ago = "" if since is None else f" {span(now - since)} ago"
-    reason, wait = short(runner.reason), short(runner.waits_for)
-    match runner.state:
-        case "ready":
-            since = snapshot.published_at
-            ago = "" if since is None else f", published {span(now - since)} ago"
-            text = f"is loading weights version {_version_in_load(snapshot, runner)}{ago}; it has version "
-            return "weights", f"{text}{runner.model_version}{f' and waits for {wait}' if wait else ''}", since, False
-        case "failed":
-            return "refused" if refuses_weights(snapshot, runner) else "failed", f"failed{ago}: {reason}", since, True
-        case "quarantined":
-            return "quarantined", f"was quarantined{ago} and is not started again: {reason}", since, True
-        case "lost":
-            delay = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
-            return "lost", f"was lost ({reason}) and is started again{delay}", since, False
-        case "retired" | "down":
-            return "ended", f"was ended{ago}", since, True
-    text = f"{'waits to start' if wait else 'is loading'} its engine"
-    text += ("" if since is None else f", for {span(now - since)} now") + (wait and f": {wait}")
-    return "server" if wait and runner.server else "loading", text, since, False
 
 
 def _runner_wait(runner: RunnerSnapshot, cause: str, text: str, since: float | None, person: bool) -> Waiting:

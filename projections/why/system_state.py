@@ -1,8 +1,8 @@
 """State of a system that `projections.why.explain` needs: batches and times of their units, runners, hosts, weights.
 
-`observe` folds this state from the log; the coordinator builds it from memory. `with_live` updates runners from the
-running system's status, which is newer than the log. `Followed` keeps folds between calls. Pure, except for
-`read_situation`.
+`observe` folds this state from the log; the coordinator builds it from memory. `current_runners` updates runners from
+the running system's status, which is newer than the log. `Followed` keeps folds between calls. Pure, except for
+`read_snapshot`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.records.log_values import ClockCorrection
+from trinity_es.events.store.records.log_values import clock_offset, with_true_time
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.host_states import HOST_STATES, host_of
 from trinity_es.projections.incremental_fold import KeptFold
 
-__all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe",
-           "read_situation", "with_live"]
+__all__ = [
+    "BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "current_runners", "observe",
+    "read_snapshot",
+]
 
 NEWEST = ("WeightsLoaded", "WeightsFailed", "ConcurrencyChanged")
 """Event types of a runner; only the newest event of each type counts."""
@@ -105,7 +107,7 @@ class HostSnapshot:
     why_away: str = ""
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         return self.state in ("joined", "draining")
 
 
@@ -238,13 +240,14 @@ def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event,
             batch.error = event.reason
 
 
-def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
+def read_snapshot(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
     """Read the state of a system with these batches from its log.
 
     Pass all open batches, because they compete for the runners' places.
     """
-    snapshot, correct = SystemSnapshot(), ClockCorrection()
-    followed.drop_if_clock_was_set(correct.offset)
+    snapshot, offset = SystemSnapshot(), clock_offset()
+    correct = partial(with_true_time, offset=offset)
+    followed.drop_if_clock_was_set(offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
         observe(snapshot, map(correct, filter(None, [events.last(stream, type_name)])))
     observe(snapshot, map(correct, events.read(stream=ev.HostJoined.stream)))
@@ -317,7 +320,7 @@ STEP_SECONDS = 5.0
 """Minimum difference between two clocks that counts. A smaller one may be the delay of an answer."""
 
 
-def with_live(
+def current_runners(
     snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float
 ) -> Iterator[tuple[str, RunnerSnapshot]]:
     """Yield (name, snapshot) of each runner of the log, updated from the running system's status."""

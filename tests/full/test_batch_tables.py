@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.history import attempts
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.tables.runner_history import natural
+from trinity_es.projections.tables.runner_history import natural_key
 
 LONG = "experiment-" + "a-long-name/" * 15 + "end"
 
@@ -67,7 +67,7 @@ def test_runners_of_a_system_that_is_gone_are_not_running(dead: str) -> None:
 
 def test_names_are_in_the_order_of_their_numbers() -> None:
     names = ["runner-10", "runner-2", "2", "judge", "runner-1", "runner", "runner-2b"]
-    assert sorted(names, key=natural) == ["2", "judge", "runner", "runner-1", "runner-2", "runner-2b", "runner-10"]
+    assert sorted(names, key=natural_key) == ["2", "judge", "runner", "runner-1", "runner-2", "runner-2b", "runner-10"]
 
 
 def test_a_long_list_of_weights_says_how_many_it_leaves_out(path: Path) -> None:

@@ -21,12 +21,12 @@ import yaml
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.handmade import ROOT, cli
+from tests.helpers.prompts import prompts_used
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 

@@ -59,7 +59,7 @@ class StandInClient:
             raise BatchNotFound(batch_id)
         return state
 
-    def handed_in(self, batch_id: str) -> list[str]:
+    def submission_events(self, batch_id: str) -> list[str]:
         return [batch_id]
 
     def tasks_of(self, batch_id: str) -> list[dict[str, Any]]:

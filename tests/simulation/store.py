@@ -265,7 +265,7 @@ def greatest_batch_id(log: LogDouble) -> int:
 
 
 def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
-    """Double of `projections.tables.read_models.next_delivered`."""
+    """Double of `projections.tables.experience_usage.next_delivered`."""
     for row in log.read(types=["BatchFinalized"], after=after):
         if isinstance(row.event, ev.BatchFinalized) and row.event.result["batch_type"] == "train":
             return row.event.result["batch_id"], row.position
@@ -304,9 +304,6 @@ class PayloadDouble:
         if digest not in self.store.payloads:
             raise PayloadNotFound(f"no payload {digest}")
         return self.store.payloads[digest]
-
-    def exists(self, digest: str) -> bool:
-        return digest in self.store.payloads
 
     def close(self) -> None:
         """Do nothing."""

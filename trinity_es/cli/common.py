@@ -23,7 +23,7 @@ from trinity_es.events.errors import BatchNotFound, DataError, LogError, LogNotF
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.values import BatchId, batch_stream, with_offset
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.tables.runner_history import natural
+from trinity_es.projections.tables.runner_history import natural_key
 from trinity_es.safe_text import batch_named, harmless_json, name_of
 
 if TYPE_CHECKING:  # slow to import, and reading a log does not need it
@@ -163,7 +163,7 @@ def find_batch(log: Log, text: str) -> BatchId:
 
 def require_runner(log: Log, runner: str, option: str) -> None:
     """Raise typer.BadParameter if the log lacks a runner of this name. The error lists the log's runners."""
-    runners = sorted({life.runner for life in log.runner_lives()}, key=natural)
+    runners = sorted({life.runner for life in log.runner_lives()}, key=natural_key)
     if runner not in runners:
         raise typer.BadParameter(f"there is no runner {runner!r}. The runners are: {', '.join(runners) or 'none'}",
                                  param_hint=option)

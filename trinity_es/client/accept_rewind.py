@@ -10,7 +10,7 @@ from typing import Any
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, NotALog
-from trinity_es.events.store.checks.log_end import Claim, Memory, accepted
+from trinity_es.events.store.checks.log_end import Claim, MemoryFile, acceptance
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.remembered_log_end import memory
@@ -41,7 +41,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
         if not lost_claims:
             return None
         generation = uuid.uuid4().hex
-        event = accepted(head, lost_claims, generation, person, reason)
+        event = acceptance(head, lost_claims, generation, person, reason)
         write = Write(stream=STREAM, expected_version=log.stream_version(STREAM), events=[event])
         appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
@@ -53,7 +53,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
                      for claim in event.lost]}
 
 
-def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
+def _lost_claims(config: Config, own_memory: MemoryFile) -> list[Claim]:
     """Return this host's remembered positions that the log does not have; all of them if there is no log."""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:

@@ -20,9 +20,9 @@ from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import sources_of
 from trinity_es.projections.reading.short_steps import short_text
-from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.answer import Why, unread
-from trinity_es.projections.why.system_state import SystemSnapshot, with_live
+from trinity_es.projections.tables.runner_history import natural_key
+from trinity_es.projections.why.answer import Why, why_without_log
+from trinity_es.projections.why.system_state import SystemSnapshot, current_runners
 from trinity_es.safe_text import does
 from trinity_es.system import remembered_log_end
 
@@ -80,7 +80,7 @@ def explain(
     try:
         return within(READ_SECONDS, read)
     except errors.LogUnavailable as e:
-        whys = unread(live or {}, e.message, now=time.time())
+        whys = why_without_log(live or {}, e.message, now=time.time())
         chosen = [w for w in whys if batch is None or batch in (str(w.batch_id), f"'{w.batch_id}'")]
         if not chosen:
             raise
@@ -148,13 +148,13 @@ def read_health(config: Config) -> dict[str, Any]:
             if log.streams(HostJoined.stream):
                 listed_names = {h["host"] for h in health["hosts"]}
                 health["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
-                                if row.host and (row.there or row.host in listed_names)]
+                                if row.host and (row.is_present or row.host in listed_names)]
             return whys
 
     try:
         whys = within(READ_SECONDS, read)
     except errors.LogUnavailable as e:
-        whys = unread(live or {}, e.message, now=time.time())
+        whys = why_without_log(live or {}, e.message, now=time.time())
         if not (live or {}).get("trouble"):
             health["problems"].append(f"the log can't be read: {e.message}")
     except (errors.LogNotFound, errors.NotALog) as e:
@@ -165,7 +165,7 @@ def read_health(config: Config) -> dict[str, Any]:
     except errors.LogError as e:
         health["problems"].append(f"the log can't be read: {e.message}")
         return health
-    health["runners"].sort(key=lambda row: natural(row["runner"]))
+    health["runners"].sort(key=lambda row: natural_key(row["runner"]))
     whys = [w for w in whys if w.state not in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)]
     has_units = live is not None and "weights_version" in live
     health["batches"] = _open_batches(health["batches"], whys, with_units=has_units)
@@ -183,7 +183,7 @@ def _add_live(health: dict[str, Any], live: dict[str, Any]) -> None:
         health["weights_version"] = live["weights_version"]
     row_by_runner = {row["runner"]: row for row in live["runners"]}
     pid_by_name = {c["name"]: c["pid"] for c in children}
-    for name, life in with_live(SystemSnapshot(), live, time.time()):
+    for name, life in current_runners(SystemSnapshot(), live, time.time()):
         row = {"pid": pid_by_name.get(name), **row_by_runner.get(name, {}), "runner": name, "state": life.state}
         row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in,
                 "model": life.model}
@@ -213,7 +213,7 @@ def _add_from_log(log: Log, health: dict[str, Any]) -> None:
     ]
     if health["runners"]:
         return
-    absent_hosts = {host for host, life in last_lives(log.hosts()).items() if not life.there}
+    absent_hosts = {host for host, life in last_lives(log.hosts()).items() if not life.is_present}
     last_lives_of_runners = {life.runner: life for life in log.runner_lives()}.values()
     health["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,

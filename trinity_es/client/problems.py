@@ -18,7 +18,7 @@ from trinity_es.projections.why.answer import (
     span,
 )
 from trinity_es.projections.why.runners import coordinator_absence, runner_problem
-from trinity_es.projections.why.system_state import SystemSnapshot, with_live
+from trinity_es.projections.why.system_state import SystemSnapshot, current_runners
 from trinity_es.safe_text import plain
 
 __all__ = ["problems"]
@@ -96,7 +96,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()
     snapshot = SystemSnapshot(weights=live.get("weights_version", 0))
-    for name, life in with_live(snapshot, live, now):
+    for name, life in current_runners(snapshot, live, now):
         if fault := runner_problem(snapshot, life, now):
             yield f"{name} {fault} ({name}.log in {logs} says more)"
     for why in whys:

@@ -41,7 +41,7 @@ from trinity_es.events.values import (
 )
 from trinity_es.events.vocabulary import BatchFinalized, ExperiencesProcessed, PayloadRef, TasksetSource
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.why.answer import unread
+from trinity_es.projections.why.answer import why_without_log
 from trinity_es.weights.publisher import Publisher, gpu_of
 from trinity_es.weights.weights_reader import read_weight
 
@@ -361,7 +361,7 @@ class RolloutClient(SystemClient):
         try:
             return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=processes)))
         except errors.LogUnavailable as e:
-            for answer in unread(live or {}, e.message, now=time.time()):
+            for answer in why_without_log(live or {}, e.message, now=time.time()):
                 if answer.batch_id == batch_id and type(answer.batch_id) is type(batch_id):
                     return str(answer)
             raise

@@ -16,7 +16,7 @@ from trinity_es.client.connection import PATIENCE_SECONDS, Connection, system_go
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogRewound, NotRunning, RunnerNotFound, TrinityError, WrongKey
 from trinity_es.events.store.checks.log_end import Claim
-from trinity_es.events.store.payloads.payloads import later, open_payloads
+from trinity_es.events.store.payloads.payloads import open_lazily, open_payloads
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.system import lifecycle, remembered_log_end, running_system
 from trinity_es.system.leftovers import leftovers
@@ -34,7 +34,7 @@ class SystemClient:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
+        self._payloads = open_lazily(lambda: open_payloads(config.store.url, durability=config.store.durability))
         self._link = Connection(self._payloads, self._find_admin)
         self._log: Log | None = None
 

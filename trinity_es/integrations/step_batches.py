@@ -44,7 +44,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
     state = client.log.current(batch_id)
     if state is None or state.state is BatchLifecycleState.ABORTED or state.failed_whole:
         return None
-    logged = [task for event in client.log.handed_in(batch_id) for task in client.log.tasks_of(event)]
+    logged = [task for event in client.log.submission_events(batch_id) for task in client.log.tasks_of(event)]
     logged_prompts = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in logged]
     new_prompts = [(_plain((task.raw_task or {})["prompt"]), task.repeat_times or 1) for task in tasks]
     if logged_prompts != new_prompts:

@@ -37,7 +37,7 @@ from trinity_es.actors.system_end_checks import owner_end_reason
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.processes import process_lives, process_start_time
-from trinity_es.events.store.checks.host_memory import Claim, Memory, claim_to_dict
+from trinity_es.events.store.checks.host_memory import Claim, MemoryFile, claim_to_dict
 
 __all__ = ["main"]
 
@@ -102,7 +102,7 @@ def _restart_while_needed(
 ) -> None:
     """Start the system again whenever it has died, with growing pauses, until it is no longer needed."""
     short_life_count, born_at = 0, time.monotonic()
-    memory = Memory(Path(system["memory"]), "")
+    memory = MemoryFile(Path(system["memory"]), "")
     claims: list[Claim] = []  # for each generation of the log the newest: how far this host knows that it was written
 
     def remember() -> None:

@@ -51,7 +51,7 @@ def start(
     make_private_folder(config.system.log_dir)
     place = config.store.payloads
     if place and folder_of(place) is None:  # before the keeper starts, whose warnings only its log shows
-        Objects(place, BUCKET_SECONDS, lambda e: _log.warning("the start waits: %s", e)).require()
+        Objects(place, BUCKET_SECONDS, lambda e: _log.warning("the start waits: %s", e)).require_bucket()
     detach = config.system.detach if detach is None else detach
     owner = None if detach else {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     if config.system.keeper if keeper is None else keeper:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, LogRewound, NotALog
-from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
+from trinity_es.events.store.checks.log_end import Claim, MemoryFile, rewound_error
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
 
@@ -22,9 +22,9 @@ def folder(config: Config) -> str:
     return key_folder if os.access(key_folder, os.W_OK) else log_dir
 
 
-def memory(config: Config) -> Memory:
+def memory(config: Config) -> MemoryFile:
     """Return this host's memory of the log: a file with the last known event, to detect a log that was set back."""
-    return Memory.of(config.store.url, folder(config))
+    return MemoryFile.of(config.store.url, folder(config))
 
 
 def require_remembered(config: Config, others: Sequence[Claim] = ()) -> None:
@@ -37,7 +37,7 @@ def require_remembered(config: Config, others: Sequence[Claim] = ()) -> None:
         # Without a log, any claim that it had an event means that it was lost.
         claims = [claim for claim in (*own_memory.claims(), *others) if claim.mark.position]
         if claims:
-            raise rewound(masked(config.store.url), None, claims) from None
+            raise rewound_error(masked(config.store.url), None, claims) from None
 
 
 def rewind_message(config: Config) -> str | None:

@@ -14,7 +14,7 @@ from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch
 from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
 from trinity_es.projections.batch import BatchState, batch_result
 
-__all__ = ["drop_rest", "end_if_done", "open_scheduled", "pause", "resume", "schedule", "take"]
+__all__ = ["drop_rest", "end_if_done", "open_collect_batch", "pause", "resume", "schedule", "take"]
 
 
 def schedule(existing: BatchState | None, new: ev.BatchSubmitted) -> list[ev.Event]:
@@ -47,7 +47,7 @@ def schedule(existing: BatchState | None, new: ev.BatchSubmitted) -> list[ev.Eve
     return [*resume(existing), addition]
 
 
-def open_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
+def open_collect_batch(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
     """Return the batch if it is open, else None. Raises BatchTypeMismatch unless its type is collect (`schedule`)."""
     if batch is None or batch.state.ended:
         return None

@@ -44,17 +44,17 @@ def admit(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev
             f"the host runs trinity-es {hello.build}, the head runs {build}: install the same on both", for_good=True)
     host = hosts.get(hello.name)
     if host is not None and host.life == hello.life:
-        if host.there:
+        if host.is_present:
             return []
         reason = f"its epoch {host.epoch} is over ({host.reason}): the host starts again by itself"
         return Refusal(reason, for_good=True)
-    if host is not None and host.there and connected:
+    if host is not None and host.is_present and connected:
         return Refusal(
             f"a host named {hello.name} has already joined (pid {host.pid}, from {host.address}): "
             "choose another --name or end that one", for_good=False,
         )
     events: list[ev.Event] = []
-    if host is not None and host.there:
+    if host is not None and host.is_present:
         events += lose(hosts, hello.name, "it was restarted")
     joined = ev.HostJoined(
         host=hello.name, epoch=1 if host is None else host.epoch + 1, life=hello.life, address=hello.address,
@@ -66,7 +66,7 @@ def admit(hosts: Hosts, hello: Hello, *, build: str, connected: bool) -> list[ev
 def lose(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     """Return the event that a host is lost; none if it has left or is lost already."""
     host = hosts.get(name)
-    if host is None or not host.there:
+    if host is None or not host.is_present:
         return []
     return [ev.HostLost(host=name, epoch=host.epoch, reason=reason)]
 

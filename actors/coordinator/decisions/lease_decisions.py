@@ -20,7 +20,7 @@ from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = [
     "GRACE_SECONDS", "SPLIT", "IsBeingRead", "apply_change", "apply_release", "end_of_attempt", "find_attachable",
-    "find_due", "find_orphans",
+    "find_due", "new_orphan_events",
 ]
 
 GRACE_SECONDS = 30.0
@@ -124,7 +124,7 @@ def apply_change(
     return []
 
 
-def find_orphans(
+def new_orphan_events(
     leases: OpenLeases, batches: Mapping[BatchId, BatchState],
     lives: Mapping[tuple[str, int], RunnerLife], now: float, announced_at: float, is_being_read: IsBeingRead,
 ) -> list[ev.Event]:

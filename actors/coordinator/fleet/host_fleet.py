@@ -52,7 +52,7 @@ class FarProcess:
 
 def far_runners(hosts: Hosts, lives: Lives) -> dict[str, int]:
     """Return the incarnation of each runner on another host whose process may be alive."""
-    present_hosts = {host.name for host in hosts.values() if host.there}
+    present_hosts = {host.name for host in hosts.values() if host.is_present}
     return {name: n for (name, n), life in lives.items() if host_of(name) in present_hosts and not life.state.gone}
 
 
@@ -127,7 +127,7 @@ class HostFleet:
 
     def present(self) -> list[Host]:
         """Return the hosts that have joined and are neither gone nor lost."""
-        return [host for host in self._live.hosts.values() if host.there]
+        return [host for host in self._live.hosts.values() if host.is_present]
 
     # --- messages of connections ------------------------------------------------------------------------------------
     def hello(self, offer: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
@@ -179,7 +179,7 @@ class HostFleet:
     def take(self, host: str, epoch: int, items: Items) -> None:
         """Handle the messages of a host's processes. If their epoch is over, drop them and close the connection."""
         state = self._live.hosts.get(host)
-        if state is None or state.epoch != epoch or not state.there:
+        if state is None or state.epoch != epoch or not state.is_present:
             self._head_end.hang_up(host, epoch)
             return
         if self._connected_epochs.get(host) != epoch:
@@ -227,7 +227,7 @@ class HostFleet:
     def status(self) -> list[dict[str, Any]]:
         """Return a row of plain JSON for each present host, and for each that was lost recently."""
         now = self._registry.actor.now()
-        shown_hosts = [h for h in self._live.hosts.values() if h.there or (
+        shown_hosts = [h for h in self._live.hosts.values() if h.is_present or (
             h.state == "lost" and now - self._lost_at.get(h.name, float("-inf")) < SHOWN_SECONDS)]
         unit_counts, runners_by_host = self.unit_counts(), dict[str, list[str]]()
         for name, runner in self._registry.runners.items():
@@ -246,7 +246,7 @@ class HostFleet:
 
     def _is_connected(self, host: Host) -> bool:
         """Return True if the host has a connection with its current epoch, as far as this coordinator knows."""
-        return host.there and self._connected_epochs.get(host.name) == host.epoch
+        return host.is_present and self._connected_epochs.get(host.name) == host.epoch
 
     def stop(self) -> None:
         self._head_end.stop()

@@ -106,7 +106,7 @@ class LeaseTracker:
 
     def _record_orphans(self, leases: OpenLeases) -> None:
         live = self._live
-        events = decisions.find_orphans(
+        events = decisions.new_orphan_events(
             leases, live.batches, live.lives, self._registry.clock(), self._announced_at, self._is_being_read
         )
         live.record(*events)

@@ -120,7 +120,7 @@ class RunnerRegistry:
 
     def status(self) -> list[dict[str, Any]]:
         """Return a row of plain JSON for each runner, except runners of hosts that are gone."""
-        absent_hosts = {host.name for host in self.live.hosts.values() if not host.there}
+        absent_hosts = {host.name for host in self.live.hosts.values() if not host.is_present}
         loads = self.live.in_flight.loads
         now, monotonic = self.clock(), self.actor.now()
         return [

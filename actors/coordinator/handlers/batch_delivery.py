@@ -21,7 +21,8 @@ from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_positions
-from trinity_es.projections.tables.read_models import next_delivered, untrained_since
+from trinity_es.projections.tables.experience_usage import next_delivered
+from trinity_es.projections.tables.read_models import untrained_since
 
 __all__ = ["TrainerHandlers"]
 

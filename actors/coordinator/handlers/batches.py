@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from trinity_es.actors.commands import (
@@ -164,7 +165,7 @@ class BatchHandlers:
             self.actor.after(timeout, f"finalize:{request.id}", lambda: self._on_timeout(request, batch_id))
         others = [w for w in self.waiters.get(batch_id, []) if w.request.id != request.id]
         self.waiters[batch_id] = [*others, Waiter(request)]
-        self.check_finalize([batch_id])
+        self.finalize_if_ready([batch_id])
 
     def _on_timeout(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
         """Answer with FinalizeTimeout, unless the batch has ended or is in the pipeline."""
@@ -183,7 +184,7 @@ class BatchHandlers:
             done=done, expected=expected,
         ))
 
-    def check_finalize(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
+    def finalize_if_ready(self, batch_ids: Sequence[BatchId], kept: Sequence[ev.AttemptKept] | None = None) -> None:
         """Begin to finalize each of these batches that has enough settled tasks and a waiting client.
 
         A batch waits for its grace period, and for tasks that can't be cut. `kept` has the events about tokens kept for
@@ -202,7 +203,7 @@ class BatchHandlers:
                 continue
             cuts_tasks = may_cut and batch.batch_type == "train" and batch.open_task_count > 0
             if cuts_tasks and kept is None:
-                self.journals.store_cut_units(batch, lambda kept, b=batch_id: self.check_finalize([b], kept))  # type: ignore[misc]
+                self.journals.store_cut_units(batch, partial(self.finalize_if_ready, [batch_id]))
                 continue
             self.dispatcher.cancel_units(batch)
             return_partial = self.config.explorer.over_rollout.return_partial_tasks
@@ -227,7 +228,7 @@ class BatchHandlers:
         def end_grace() -> None:
             for waiter in self.waiters.get(batch_id, []):
                 waiter.grace_over = True
-            self.check_finalize([batch_id])
+            self.finalize_if_ready([batch_id])
 
         name = f"grace:{batch_stream(batch_id)}"
         if not self.actor.has_timer(name):

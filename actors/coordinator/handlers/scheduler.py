@@ -80,7 +80,7 @@ class SchedulerHandlers:
 
     def _open_batch(self, batch_id: BatchId) -> BatchState | None:
         """Return the open scheduled batch of this id, or None. Raises BatchTypeMismatch for another type of batch."""
-        return collect_decisions.open_scheduled(self._live.batches.get(batch_id), batch_id)
+        return collect_decisions.open_collect_batch(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
         """Record events of a batch, and also its end if all its tasks are taken or dropped now."""

@@ -91,7 +91,7 @@ class Handlers:
 
     def check(self) -> None:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
-        self.batches.check_finalize([*self.live.turn.batches])
+        self.batches.finalize_if_ready([*self.live.turn.batches])
         self.scheduler.check(self.live.turn.batches)
         if not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches):
             self.live.when_durable(self.trainer.check_next_batch)

@@ -17,7 +17,7 @@ import orjson
 
 from trinity_es.events.private_files import make_private_folder, open_private
 
-__all__ = ["HERE", "Claim", "Mark", "Memory", "claim_to_dict", "claims_of", "lost_between"]
+__all__ = ["HERE", "Claim", "Mark", "MemoryFile", "claim_to_dict", "claims_of", "lost_between"]
 
 SIZE = 2048
 """Size of a memory file in bytes. It fits in one page, so that it is written at once."""
@@ -73,7 +73,7 @@ def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
     return None if answer.hash == own.hash else f"it has seen another event at position {own.position}"
 
 
-class Memory:
+class MemoryFile:
     """File of this host with claims about the log of one store, beside the system's key.
 
     The coordinator writes the file after each commit, before it answers: in place, with a checksum for concurrent
@@ -92,7 +92,7 @@ class Memory:
         """Error of the last write; "" if it succeeded."""
 
     @classmethod
-    def of(cls, url: str, folder: str | Path) -> Memory:
+    def of(cls, url: str, folder: str | Path) -> MemoryFile:
         """Return the memory file of the store at this URL, in this folder of memory files."""
         from trinity_es.events.store.database.urls import place_of  # imports SQLAlchemy
 
@@ -136,7 +136,6 @@ class Memory:
             self._write([*stored_claims[:1], *self._others])
 
     def keep_only(self, mark: Mark) -> None:
-        """Store this mark and drop all other claims."""
         self._others = []
         self.note(mark)
 

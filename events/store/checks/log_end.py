@@ -1,14 +1,14 @@
 """Checks that a log still has its acknowledged events, by marks that processes keep.
 
 A `Mark` is a position of a log and the hash there, which covers all events up to it. Every answer about the log carries
-a mark. Clients, runners, guardian and keeper keep the newest in memory, and the host keeps it in a file (`Memory`). If
+a mark. Clients, runners, guardian and keeper keep the newest mark, and the host keeps it in a file (`MemoryFile`). If
 the log lacks the event of a mark, it was rewound or replaced (LogRewound, `EventLog.require`). When a person accepts a
 loss (`RewindAccepted`), the log gets a new generation, and marks of earlier generations no longer count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, select
@@ -18,7 +18,7 @@ from trinity_es.events.store.checks.host_memory import (
     HERE,
     Claim,
     Mark,
-    Memory,
+    MemoryFile,
     claim_to_dict,
     claims_of,
     lost_between,
@@ -30,28 +30,24 @@ from trinity_es.events.store.records.log_values import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "find_lost", "lost_between",
-    "require_known", "rewound",
+    "HERE", "Claim", "Mark", "MemoryFile", "acceptance", "claim_to_dict", "claims_of", "find_lost", "lost_between",
+    "require_known", "rewound_error",
 ]
 
 
-def find_lost(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
+def find_lost(connection: Connection, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
     """Return the end of the log, and the claims that are false: the log lacks the event of their mark."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
-    lost_claims = []
-    earlier_generations: set[str] | None = None  # read when a claim needs them
-    for claim in claims:
-        mark = claim.mark
+    has_other_generations = any(claim.mark.generation != head.generation for claim in claims)
+    given_up = _given_up_generations(connection) if has_other_generations else set[str]()
+
+    def is_lost(mark: Mark) -> bool:
         if mark.generation == head.generation:
-            is_lost = _hash_at(connection, head, mark.position) != mark.hash
-        else:
-            if earlier_generations is None:
-                earlier_generations = _given_up_generations(connection)
-            is_lost = mark.generation not in earlier_generations
-        if is_lost:
-            lost_claims.append(claim)
-    return head, lost_claims
+            return _hash_at(connection, head, mark.position) != mark.hash
+        return mark.generation not in given_up
+
+    return head, [claim for claim in claims if is_lost(claim.mark)]
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
@@ -59,7 +55,7 @@ def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str,
     if mark is not None:
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
         if _hash_at(connection, end, mark.position) != mark.hash:
-            raise rewound(url, end, [Claim(mark, "this process")])
+            raise rewound_error(url, end, [Claim(mark, "this process")])
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
@@ -80,7 +76,7 @@ def _given_up_generations(connection: Connection) -> set[str]:
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 
 
-def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
+def rewound_error(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     """Return an error that names the acknowledged end, the log's end, and what to do. `head`: None without a log."""
     claim = max(lost, key=lambda c: c.mark.position)
     mark, other_holders = claim.mark, sorted({c.by for c in lost} - {claim.by})
@@ -105,7 +101,7 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     )
 
 
-def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
+def acceptance(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
     """Return the event that accepts the loss of these claims. The log ends at `head` and gets a new `generation`."""
     positions = [c.mark.position for c in lost if c.mark.generation == head.generation]
     foreign_positions = [c.mark.position for c in lost if c.mark.generation != head.generation]

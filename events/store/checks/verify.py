@@ -93,9 +93,8 @@ def verify(
             progress(chain.position, end)
 
     def next_page(connection: Connection, until: int) -> Sequence[Any]:
-        values = {"after": chain.position, "until": until, "size": PAGE}
         with raw_text(connection):
-            return connection.execute(_PAGE, values).all()
+            return connection.execute(_PAGE, {"after": chain.position, "until": until, "size": PAGE}).all()
 
     def check_end(connection: Connection) -> None:
         if database.dialect == "postgresql":
@@ -266,7 +265,6 @@ def _compare_with_tables(connection: Connection, chain: _ChainCheck, heads: Sequ
             beyond = connection.execute(_BEYOND).scalar()
         if isinstance(beyond, int) and isinstance(end, int) and beyond > end:
             problems.add(f"positions {end + 1} to {beyond}: they lie after the log's head")
-    stored: dict[str, Any] = {}
     try:
         with raw_text(connection):
             stored = {row[0]: row[1] for row in connection.execute(_STREAMS)}

@@ -79,7 +79,6 @@ class Database:
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
-        """Return an engine that opens this SQLite file and configures its connections and transactions."""
         files = self._files
         assert files is not None
         pool = NullPool if self.read_only else QueuePool  # a reader's connection may not be kept: see _connect_to_read
@@ -111,14 +110,10 @@ class Database:
         if os.getpid() != self._pid:
             return  # a forked child must not touch its parent's connections
         with self._thread_lock:
-            if self.path and not self.read_only and self._lock_file >= 0:
-                try:
-                    with self._file_lock():
-                        self.engine.dispose()
-                except (LogError, OSError):
+            if self._lock_file >= 0:
+                with contextlib.suppress(LogError, OSError), self._file_lock():
                     self.engine.dispose()
-            else:
-                self.engine.dispose()
+            self.engine.dispose()
             if self._lock_file >= 0:
                 os.close(self._lock_file)
                 self._lock_file = -1
@@ -126,7 +121,7 @@ class Database:
     # --- transactions -----------------------------------------------------------------------------------------------
     def read(self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None) -> T:
         """Run `work` in a reading transaction. Passing errors go to `tell` and are retried. Raises LogUnavailable."""
-        self._check_process()
+        self._require_same_process()
 
         def attempt() -> T:
             with self.engine.connect() as connection, connection.begin():
@@ -143,7 +138,7 @@ class Database:
         Passing errors are retried, so `work` must check whether an earlier try was committed. `size`: approximate
         number of bytes that `work` writes. Raises LogUnavailable.
         """
-        self._check_process()
+        self._require_same_process()
         if self.read_only:
             raise LogUnavailable(f"{self.shown} was opened for reading only; open it without read_only to write")
 
@@ -166,24 +161,16 @@ class Database:
 
     def _write_once(self, work: Callable[[Connection], T]) -> T:
         """Run `work` once in a transaction. Before and after the commit, check that the SQLite file is at its path."""
-        files = self._files
+        require_names: Callable[[], None] = (lambda: None) if self._files is None else self._files.require_names
         with self._writing_engine.connect() as connection:
             with connection.begin():
-                if files is not None:
-                    files.require_names()
+                require_names()
                 result = work(connection)
-                if files is not None:
-                    files.require_names()
-            if files is not None:  # a commit into a file that lost its name must not be acknowledged
-                files.require_names()
+                require_names()
+            require_names()  # a commit into a file that lost its name must not be acknowledged
         return result
 
     def require_place(self) -> None:
-        """Raise LogReplaced unless the open SQLite file is still at its path. Nothing to do on PostgreSQL.
-
-        If only the write-ahead log lost its name, move its content into the file. Costs some calls of `stat`. Raises
-        LogReplaced, LogCorrupt, LogUnavailable.
-        """
         if self._files is None or self.read_only:
             return
         try:
@@ -198,7 +185,6 @@ class Database:
         return self._files.file if self._files is not None else None
 
     def is_replaced(self) -> bool:
-        """Return True if another file is now at the path of the open SQLite file."""
         return self._files is not None and self._files.is_replaced()
 
     def _save_sidecars(self, cause: SidecarGone) -> None:
@@ -293,8 +279,7 @@ class Database:
             else:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def _check_process(self) -> None:
-        """Raise LogUnavailable in a process that was forked from the one that opened the database."""
+    def _require_same_process(self) -> None:
         if os.getpid() != self._pid:
             raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this process")
 
@@ -306,7 +291,11 @@ class Database:
         must hold `_thread_lock`, because all threads share the lock file's descriptor.
         """
         if self._lock_file < 0:
-            self._lock_file = self._open_lock_file()
+            name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
+            try:
+                self._lock_file = open_private(name)
+            except OSError as e:
+                raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -315,13 +304,6 @@ class Database:
             yield
         finally:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-
-    def _open_lock_file(self) -> int:
-        name = f"{os.path.realpath(self.path or '')}.lock"  # the same for all links to the file
-        try:
-            return open_private(name)
-        except OSError as e:
-            raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
 
     def _wait_for_lock(self) -> None:
         """Wait for the write lock in order of arrival. Raises LogUnavailable after `patience` seconds.

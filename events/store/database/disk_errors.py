@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["NO_FILE", "is_out_of_files", "refusal", "room"]
+__all__ = ["NO_FILE", "full_disk_text", "is_out_of_files", "write_error_text"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILE = (errno.EMFILE, errno.ENFILE)
@@ -23,10 +23,10 @@ def is_out_of_files() -> bool:
     return False
 
 
-def refusal(path: Path, needed_bytes: int, e: OSError) -> str:
+def write_error_text(path: Path, needed_bytes: int, e: OSError) -> str:
     """Explain why a write of about `needed_bytes` to `path` failed with this error, and what to do."""
     if e.errno in _FULL:
-        return room(path, needed_bytes)
+        return full_disk_text(path, needed_bytes)
     if e.errno == errno.EROFS:
         return f"the disk of {path} is mounted read-only: mount it for writing, and the run continues by itself"
     if e.errno in (errno.EACCES, errno.EPERM):
@@ -38,7 +38,7 @@ def refusal(path: Path, needed_bytes: int, e: OSError) -> str:
     return f"the disk of {path} fails: the machine's log (dmesg) says more"
 
 
-def room(path: Path, needed_bytes: int) -> str:
+def full_disk_text(path: Path, needed_bytes: int) -> str:
     """Describe the free space on the disk of `path` after a write of `needed_bytes` failed, and what to do."""
     for folder in (path, *path.parents):
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events.errors import LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
-from trinity_es.events.store.database.disk_errors import NO_FILE, is_out_of_files, room
+from trinity_es.events.store.database.disk_errors import NO_FILE, full_disk_text, is_out_of_files
 from trinity_es.events.store.database.retry import NO_ROOM, POOLED, REFUSED, TLS_TROUBLE, Trouble
 from trinity_es.events.store.database.urls import scrubbed
 
@@ -68,7 +68,7 @@ class ErrorMessages:
         if self.path and is_out_of_files():
             return f": {NO_FILE}"
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
-            return f": {room(self.path.parent, size)}"
+            return f": {full_disk_text(self.path.parent, size)}"
         if self.path and name.startswith("SQLITE_IOERR"):
             return f": the disk of {self.path.parent} fails; the machine's log (dmesg) says more"
         if name.startswith("SQLITE_READONLY") or name == "25006":  # read-only transaction

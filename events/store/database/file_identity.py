@@ -95,15 +95,7 @@ class OpenedFiles:
             )
         self._size = status.st_size
         for suffix in ("-wal", "-shm"):
-            name = self._real + suffix
-            if name in self._sidecars:
-                self._check_sidecar(name)
-            else:
-                try:
-                    sidecar = os.stat(name)
-                except OSError:
-                    raise SidecarGone(f"{name} was deleted") from None
-                self._sidecars[name] = _file_id(sidecar), sidecar.st_size
+            self._check_sidecar(self._real + suffix)
 
     def is_replaced(self) -> bool:
         """Return True if another file is now at the log's path, False if it is the same file or none."""
@@ -135,11 +127,11 @@ class OpenedFiles:
 
     def _check_sidecar(self, name: str) -> None:
         """Check that a sidecar is the same file and not cut, and note its size. Raises SidecarGone, LogCorrupt."""
-        file, size = self._sidecars[name]
         try:
             status = os.stat(name)
         except OSError:
             raise SidecarGone(f"{name} was renamed or deleted") from None
+        file, size = self._sidecars.get(name, (_file_id(status), 0))
         if _file_id(status) != file:
             raise SidecarGone(f"{name} was replaced by another file")
         if status.st_size < size and name.endswith("-wal") and self._is_wal_cut(status.st_size):
@@ -179,8 +171,7 @@ class OpenedFiles:
                 head = file.read(100)
         except OSError:
             return True
-        page_bytes = _page_bytes(head)
-        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * page_bytes > size
+        return len(head) < 100 or int.from_bytes(head[_PAGE_COUNT], "big") * _page_bytes(head) > size
 
     def _is_wal_cut(self, size: int) -> bool:
         """Return True if a write-ahead log of this size is shorter than its index says. After a restart it is not."""
@@ -210,19 +201,17 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", **_CONNECTION)
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError as e:
+    except sqlite3.Error as e:
         connection.close()
         wal = Path(f"{path}-wal")
         try:
             has_content = wal.stat().st_size > 0
         except OSError:
             has_content = False
-        if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or has_content:
+        name = getattr(e, "sqlite_errorname", "")
+        if name not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or has_content:
             raise
         connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", **_CONNECTION)
-    except sqlite3.Error:
-        connection.close()
-        raise
     return connection
 
 

@@ -18,7 +18,7 @@ from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import Backoff
 
-__all__ = ["LeaderLock", "is_led", "wait_until_led_by_nobody"]
+__all__ = ["LeaderLock", "is_led", "wait_until_leaderless"]
 
 _KEY = 0x7472696E6573
 """Key of the advisory lock. Such locks belong to one database, as a log does."""
@@ -38,7 +38,6 @@ class LeaderLock:
         self._stopped.set()
 
     def _run(self) -> None:
-        """Keep the lock until `stop`. After a lost connection, open another one and take the lock again."""
         pauses = Backoff(0.2, 5.0)
         while not self._stopped.is_set():
             database = Database(self._url, patience=0.0)
@@ -56,16 +55,12 @@ class LeaderLock:
         """Wait for the lock on this connection, then keep it until `stop`. Raises DBAPIError if the connection ends."""
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
-        while not self._stopped.is_set() and not _try_lock(connection):
+        try_lock = text("SELECT pg_try_advisory_lock(:key)")  # true if this connection has the lock now
+        while not self._stopped.is_set() and not connection.execute(try_lock, {"key": _KEY}).scalar():
             self._stopped.wait(LOOK_SECONDS)  # the server may still think that a predecessor's connection is open
         pauses.reset()
         while not self._stopped.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
-
-
-def _try_lock(connection: Connection) -> bool:
-    """Take the lock for this connection if it is free. Return True if the connection has it."""
-    return bool(connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}).scalar())
 
 
 def is_led(url: str) -> bool:
@@ -75,23 +70,18 @@ def is_led(url: str) -> bool:
         return not database.read(lambda connection: connection.execute(try_lock, {"key": _KEY}).scalar())
 
 
-def wait_until_led_by_nobody(url: str, seconds: float) -> None:
+def wait_until_leaderless(url: str, seconds: float) -> None:
     """Wait until the lock has been free for `seconds`, so that a restarting coordinator can take it again.
 
     While the database can't be read, the lock counts as held.
     """
-    free_since: float | None = None
-    while True:
+    free_since = time.monotonic()
+    while time.monotonic() - free_since < seconds:
         try:
             led = is_led(url)
         except TrinityError as e:
             _log.warning("the database can't say who leads: %s", e)
             led = True
-        now = time.monotonic()
-        if led:
-            free_since = None
-        elif free_since is None:
-            free_since = now
-        if free_since is not None and now - free_since >= seconds:
-            return
         time.sleep(LOOK_SECONDS / 2)
+        if led:
+            free_since = time.monotonic()

@@ -31,7 +31,6 @@ class Prepared:
         return self._run(connection, "execute", values).fetchall()  # type: ignore[no-any-return]  # the driver's own
 
     def first(self, connection: Connection, values: Values) -> tuple[Any, ...] | None:
-        """Return the first selected row, or None. Raises DBAPIError."""
         return self._run(connection, "execute", values).fetchone()  # type: ignore[no-any-return]  # the driver's own
 
     def change(self, connection: Connection, values: Values) -> int:
@@ -99,16 +98,13 @@ class Insertion:
                 driver.executemany(self._insert, rows[last:])
                 return
             with driver.cursor() as cursor, cursor.copy(self._copy) as copy:
-                copy.set_types(self._types or self._compile_types(connection))
+                if not self._types:
+                    self._types = [c.type.compile(connection.dialect).lower() for c in self._table.columns]
+                copy.set_types(self._types)
                 for row in rows:
                     copy.write_row(row)
         except connection.dialect.loaded_dbapi.Error as e:
             _raise_sqlalchemy_error(connection, self._insert if is_sqlite else self._copy, e)
-
-    def _compile_types(self, connection: Connection) -> list[str]:
-        """Return and cache the PostgreSQL types of the columns."""
-        self._types = [column.type.compile(connection.dialect).lower() for column in self._table.columns]
-        return self._types
 
 
 class Gathered:
@@ -123,7 +119,6 @@ class Gathered:
         self._rows.setdefault(statement, []).extend(rows)
 
     def waiting(self, statement: Prepared) -> Sequence[Values]:
-        """Return the buffered rows of this statement."""
         return self._rows.get(statement, ())
 
     def write(self) -> Connection:

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from random import random
 from typing import Literal, TypeVar
 
@@ -21,8 +22,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from trinity_es.events.errors import LogUnavailable
 
 __all__ = [
-    "NO_ROOM", "POOLED", "REFUSED", "TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient", "once",
-    "patiently", "within",
+    "NO_ROOM", "POOLED", "REFUSED", "TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient",
+    "patiently", "within", "without_repeats",
 ]
 
 Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
@@ -112,7 +113,7 @@ class Backoff:
         self._pause = self._first
 
 
-def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
+def without_repeats(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Return a function that passes an error to `tell` only if its text differs from the last error's."""
     last_text = ""
 
@@ -160,21 +161,16 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
     The thread is then abandoned, because a call to a frozen server never returns.
     """
-    outcomes: list[tuple[T | None, BaseException | None]] = []
+    outcome: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            outcomes.append((work(), None))
+            outcome.set_result(work())
         except BaseException as e:
-            outcomes.append((None, e))
+            outcome.set_exception(e)
 
-    thread = threading.Thread(target=run, name="asks the database", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcomes:
+    threading.Thread(target=run, name="asks the database", daemon=True).start()
+    if not futures.wait([outcome], seconds).done:
         raise LogUnavailable(f"the database did not answer within {seconds:.0f} s: check that its server runs",
                              passing=True)
-    value, error = outcomes[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # None only where T holds it
+    return outcome.result()

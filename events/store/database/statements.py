@@ -16,8 +16,8 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.prepared import Insertion, Prepared
 
 __all__ = [
-    "COMMIT_AND_EPOCH", "EVENTS", "LAST", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "LockedHead", "lock_head",
-    "page_of", "set_versions", "versions",
+    "COMMIT_AND_EPOCH", "EVENTS", "MAX_POSITION", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE", "LockedHead",
+    "lock_head", "page_of", "set_versions", "versions",
 ]
 
 PAGE = 1000
@@ -64,7 +64,7 @@ def page_of(in_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
     return Prepared(query.limit(bindparam("limit")))
 
 
-LAST = 2**62
+MAX_POSITION = 2**62
 """Position beyond every event."""
 NEXT_PAGE, STREAM_PAGE = page_of(False), page_of(True)
 _VERSION = Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream"))
@@ -106,7 +106,6 @@ def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
 
 
 def set_versions(connection: Connection, versions: Mapping[str, int]) -> None:
-    """Set the version of each of these streams, inserting new ones."""
     if connection.dialect.name == "sqlite":
         _SET_VERSION.change_all(connection, [{"stream": stream, "version": v} for stream, v in versions.items()])
     else:

@@ -213,7 +213,9 @@ class _Originals:
                 base_place = (sources.setdefault(digest, len(sources)), number)
                 payload, base_fields = self._open(digest)
                 item, fields = difference(fields, item, base_fields[number], payload.items[number], base_place)
-                self._release(digest)
+                self._remaining[digest] -= 1
+                if not self._remaining[digest]:  # free the decoded payload, since a batch may be large
+                    del self._opened[digest]
             items.append(item)
             arrays.append(fields)
         return encode(items, columns_of(arrays), list(sources))
@@ -225,13 +227,6 @@ class _Originals:
             self._opened[digest] = payload, array_fields_of(payload)
         return self._opened[digest]
 
-    def _release(self, digest: str) -> None:
-        """Count down the experiences that need this payload. Free it after the last one, since a batch may be large."""
-        self._remaining[digest] -= 1
-        if not self._remaining[digest]:
-            del self._opened[digest]
-
 
 def key_of(e: Experience) -> ExperienceKey:
-    """Return the parts of an experience's id: batch, task, run, step, suffix."""
     return e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix

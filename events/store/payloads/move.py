@@ -97,7 +97,6 @@ def move_payloads(
 
 
 def _copy_all(source: PayloadStore, target: PayloadStore, moved: Moved, progress: Callable[[int], None]) -> None:
-    """Copy the payloads that the target lacks, and read all payloads back."""
     def copy(digest: str) -> tuple[int, bool] | str:
         try:
             return _copy_if_missing(source, target, digest)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.store.database.database import Tell
-from trinity_es.events.store.database.retry import once, patiently
+from trinity_es.events.store.database.retry import patiently, without_repeats
 from trinity_es.events.store.database.urls import scrubbed
 from trinity_es.events.store.payloads.payload_store import (
     DIGEST,
@@ -37,7 +37,7 @@ CONNECT_SECONDS, REQUEST_SECONDS = 5, 30
 MOST_REQUESTS = 16
 """Maximum number of payloads that one call reads in parallel."""
 PART = 256
-"""Number of payloads that one pool of threads reads in `checked`."""
+"""Number of payloads that one pool of threads reads in `check_all`."""
 
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 """URL scheme -> prefix of the environment variables with credentials."""
@@ -62,7 +62,7 @@ class Objects(PayloadStore):
         """Return this store with calls that retry passing errors for `seconds`. `tell` gets each new error."""
         return Objects(self._url, seconds, tell, self._store)
 
-    def require(self) -> None:
+    def require_bucket(self) -> None:
         """Check that the bucket can be read. Raises LogUnavailable, also for a missing bucket and bad credentials."""
         next(self._keys(), None)
 
@@ -80,7 +80,7 @@ class Objects(PayloadStore):
     def get_all(self, digests: Sequence[str], *, mapped: bool = False) -> Iterator[Buffer]:
         return self._in_parallel(self.get, digests)
 
-    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+    def check_all(self) -> Iterator[tuple[str, Unusable | None]]:
         digests = self.digests()
         while part := list(islice(digests, PART)):
             yield from zip(part, self._in_parallel(self.reading_error, part), strict=True)
@@ -97,9 +97,6 @@ class Objects(PayloadStore):
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)  # after an error or an early end
 
-    def exists(self, digest: str) -> bool:
-        return self.size(digest) is not None
-
     def size(self, digest: str) -> int | None:
         if not _is_digest(digest):
             return None
@@ -115,9 +112,6 @@ class Objects(PayloadStore):
 
     def strays(self) -> list[str]:
         return [key for key in self._keys() if not _is_payload(key)]
-
-    def close(self) -> None:
-        """Do nothing, because the library closes its connections."""
 
     def _keys(self) -> Iterator[str]:
         """Yield all keys below the URL, in order. After an error, the listing continues after the last key."""
@@ -155,7 +149,7 @@ class Objects(PayloadStore):
                     return None
                 raise self._converted_error(e) from None  # its text may hold credentials
 
-        tell = (lambda error: None) if self._tell is None else once(self._tell)
+        tell = (lambda error: None) if self._tell is None else without_repeats(self._tell)
         return patiently(attempt, seconds=self._patience, tell=tell)
 
     def _converted_error(self, error: Exception) -> Exception:

@@ -48,11 +48,8 @@ class PayloadStore(Protocol):
         """Yield the bytes of these payloads in order, by `get` or, if `mapped`, by `view`."""
         return map(self.view if mapped else self.get, digests)
 
-    def exists(self, digest: str) -> bool:
-        """Return True if the store has this digest. The bytes are not checked."""
-
     def size(self, digest: str) -> int | None:
-        """Return the size of a payload in bytes; None if the store lacks it."""
+        """Return the size of a payload in bytes, without reading it; None if the store lacks it."""
 
     def delete(self, digest: str) -> None:
         """Delete a payload, if the store has it."""
@@ -64,7 +61,7 @@ class PayloadStore(Protocol):
         """Return the names of entries that are no payloads, left by other software or by a process that died."""
         return []
 
-    def checked(self) -> Iterator[tuple[str, Unusable | None]]:
+    def check_all(self) -> Iterator[tuple[str, Unusable | None]]:
         """Read every payload. Yield each digest in order, with the error if the payload is unusable, else None."""
         for digest in self.digests():
             yield digest, self.reading_error(digest)
@@ -77,13 +74,9 @@ class PayloadStore(Protocol):
             return e
         return None
 
-    def verify(self) -> list[str]:
-        """Read every payload, and return the problems, each naming a digest; [] if the store is sound."""
-        # A payload that is not found was deleted meanwhile.
-        return [error.message for _, error in self.checked() if isinstance(error, CorruptPayload)]
-
     def close(self) -> None:
-        """Close connections."""
+        """Close connections, if the store keeps any."""
+        return
 
 
 def digest_of(data: Buffer) -> str:

@@ -17,16 +17,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, delete, func, inspect, literal, select
+from sqlalchemy import Connection, delete, func, inspect, select
 
 from trinity_es.events.atomic_file import sync, whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, LogUnavailable
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database, Durability, Tell
-from trinity_es.events.store.database.disk_errors import refusal
-from trinity_es.events.store.database.retry import is_transient, once
-from trinity_es.events.store.database.urls import masked, parse_url
+from trinity_es.events.store.database.disk_errors import write_error_text
+from trinity_es.events.store.database.retry import is_transient, without_repeats
+from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.payloads.object_store import Objects
 from trinity_es.events.store.payloads.payload_place import (
     folder_of,
@@ -45,7 +45,9 @@ from trinity_es.events.store.payloads.payload_store import (
     require_digest,
 )
 
-__all__ = ["Buffer", "PayloadStore", "digest_of", "later", "open_payloads", "open_place", "patient", "settle_place"]
+__all__ = [
+    "Buffer", "PayloadStore", "digest_of", "open_lazily", "open_payloads", "open_place", "patient", "settle_place",
+]
 
 T = TypeVar("T")
 
@@ -81,13 +83,12 @@ def open_place(
         return _Files(folder, create, durability)
     if place:
         objects = Objects(place, patience)
-        objects.require()
+        objects.require_bucket()
         return objects
-    parsed = parse_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        return _Files(Path(f"{os.path.realpath(parsed.database or '')}.payloads"), create, durability)
+    if (file := file_of(url)) is not None:
+        return _Files(Path(f"{os.path.realpath(file)}.payloads"), create, durability)
     rows = _Rows(Database(url, durability=durability, read_only=not create, patience=patience), patience)
-    rows.require(create)
+    rows.require_table(create)
     return rows
 
 
@@ -155,7 +156,7 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     return _Rows(store.database, seconds, tell) if isinstance(store, _Rows) else store
 
 
-def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
+def open_lazily(opens: Callable[[], PayloadStore]) -> PayloadStore:
     """Return a store that calls `opens` on first use. That use raises any error of `opens`."""
     return cast(PayloadStore, _StoreOnDemand(opens))
 
@@ -211,7 +212,7 @@ class _Files(PayloadStore):
         except OSError as e:
             raise LogUnavailable(
                 f"a payload of {len(data)} bytes can't be stored in {self._root} ({e.strerror}): "
-                f"{refusal(self._root, len(data), e)}"
+                f"{write_error_text(self._root, len(data), e)}"
             ) from e
         return digest
 
@@ -253,9 +254,6 @@ class _Files(PayloadStore):
             return self.get(digest)
         return require_digest(digest, data, self._root)
 
-    def exists(self, digest: str) -> bool:
-        return self._path(digest).is_file()
-
     def size(self, digest: str) -> int | None:
         try:
             return self._path(digest).stat().st_size
@@ -286,9 +284,6 @@ class _Files(PayloadStore):
     def _is_payload(path: Path) -> bool:
         return DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
 
-    def close(self) -> None:
-        """Do nothing, because nothing is open."""
-
     def _path(self, digest: str) -> Path:
         # It becomes a path, so it must be a digest and nothing else.
         if not DIGEST.fullmatch(digest):
@@ -302,7 +297,7 @@ class _Rows(PayloadStore):
     def __init__(self, database: Database, patience: float, tell: Tell | None = None) -> None:
         self.database, self._patience, self._tell = database, patience, tell
 
-    def require(self, create: bool) -> None:
+    def require_table(self, create: bool) -> None:
         """Check that the table exists, or create it with `create`. Raises LogNotFound."""
         try:
             if self._read(lambda c: inspect(c).has_table(schema.payloads.name)):
@@ -316,7 +311,7 @@ class _Rows(PayloadStore):
 
     def _new_reporter(self) -> Callable[[Exception], None] | None:
         """Return a function for one call that passes its errors to `tell`, repeated ones once; None without `tell`."""
-        return None if self._tell is None else once(self._tell)
+        return None if self._tell is None else without_repeats(self._tell)
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         return self.database.read(work, patience=self._patience, tell=self._new_reporter())
@@ -333,8 +328,7 @@ class _Rows(PayloadStore):
         if not self._read(lambda c: c.execute(has_same_bytes).scalar_one_or_none()):
             insertion = insert(schema.payloads).values(digest=digest, data=data)
             columns = {"data": insertion.excluded.data}
-            statement = insertion.on_conflict_do_update(index_elements=["digest"], set_=columns)
-            self._write(lambda c: c.execute(statement))
+            self._write(lambda c: c.execute(insertion.on_conflict_do_update(index_elements=["digest"], set_=columns)))
         return digest
 
     def get(self, digest: str) -> bytes:
@@ -343,10 +337,6 @@ class _Rows(PayloadStore):
         if data is None:
             raise not_found(digest, self.database.shown)
         return require_digest(digest, bytes(data), self.database.shown)
-
-    def exists(self, digest: str) -> bool:
-        query = select(literal(1)).where(schema.payloads.c.digest == digest)
-        return self._read(lambda c: c.execute(query).first() is not None)
 
     def size(self, digest: str) -> int | None:
         query = select(func.octet_length(schema.payloads.c.data)).where(schema.payloads.c.digest == digest)

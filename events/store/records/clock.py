@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["FIRST_SECONDS", "STEP_SECONDS", "Clock", "boot", "monotonic", "steady_clock"]
+__all__ = ["FIRST_SECONDS", "STEP_SECONDS", "Reading", "boot", "monotonic", "seconds_set", "steady_clock"]
 
 STEP_SECONDS = 0.5
 """Minimum difference between wall clock and monotonic clock that counts as a step, beyond the clock's drift."""
@@ -45,34 +44,25 @@ def steady_clock() -> Callable[[], float]:
     return lambda: offset + monotonic()
 
 
-@dataclass(slots=True)
-class Clock:
-    """Detector of steps of the clock that dates a writer's events."""
+Reading = tuple[float, float, float]
+"""Time of the clock that dates a writer's events, and the monotonic clock just before and after it was read."""
 
-    last: tuple[float, float, float] | None = None
-    """The wall clock at the writer's last append, and the monotonic clock just before and after."""
 
-    def remember(self, wall: float, before: float, after: float) -> None:
-        """Remember a reading of the clock, taken between two readings of the monotonic one."""
-        self.last = wall, before, after
+def seconds_set(last: Reading | None, reading: Reading, recorded_at: float, slack: float = STEP_SECONDS) -> float:
+    """Return the seconds by which the clock was set since the last append; 0.0 if it was not.
 
-    def step(
-        self, wall: float, before: float, after: float, recorded_at: float, *, slack: float = STEP_SECONDS
-    ) -> float:
-        """Return the seconds by which the clock was set since the last append; 0.0 if it was not.
-
-        `wall, before, after`: a reading as in `remember`. `recorded_at`: time of the last event. Without an earlier
-        reading, a step is noticed only if the clock is behind `recorded_at`.
-        """
-        step = 0.0
-        if self.last is not None:
-            last_wall, last_before, last_after = self.last
-            shortest, longest = before - last_after, after - last_before
-            elapsed = wall - last_wall
-            # An elapsed time between `shortest` and `longest` shows no step.
-            step = elapsed - longest if elapsed > longest else min(0.0, elapsed - shortest)
-            slack += DRIFT * longest
-        if abs(step) <= slack:
-            step = wall - recorded_at  # another writer may have recorded while the clock was ahead
-            return step if step < -slack else 0.0
-        return step
+    `last`: the reading at that append. `recorded_at`: time of the last event. Without an earlier reading, a step is
+    noticed only if the clock is behind `recorded_at`.
+    """
+    step, (wall, before, after) = 0.0, reading
+    if last is not None:
+        last_wall, last_before, last_after = last
+        shortest, longest = before - last_after, after - last_before
+        elapsed = wall - last_wall
+        # An elapsed time between `shortest` and `longest` shows no step.
+        step = elapsed - longest if elapsed > longest else min(0.0, elapsed - shortest)
+        slack += DRIFT * longest
+    if abs(step) <= slack:
+        step = wall - recorded_at  # another writer may have recorded while the clock was ahead
+        return step if step < -slack else 0.0
+    return step

@@ -14,9 +14,9 @@ from sqlalchemy import Connection, Row, select, union_all
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.records.log_values import Recorded
-from trinity_es.events.vocabulary import EVENTS, ClockStepped
+from trinity_es.events.vocabulary import EVENTS
 
-__all__ = ["RARE", "clock_note", "position_at", "rare_page", "require_rare"]
+__all__ = ["RARE", "position_at", "rare_page", "require_rare"]
 
 RARE = tuple(sorted(EVENTS.keys() - set(schema.BULK)))
 
@@ -52,8 +52,8 @@ def rare_page(
 def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
     """Return the position of the last event recorded at or before `time` (unix seconds); 0 if there is none.
 
-    `steps` are the log's `ClockStepped` events. With any, search the last stretch between two steps that began by then.
-    Raises LogCorrupt.
+    `steps` are the log's `ClockStepped` events. If there are any, search only the last stretch between two steps that
+    began by then. Raises LogCorrupt.
     """
     begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
     end = min((s.position for s in steps if s.position > begin), default=None)
@@ -66,14 +66,3 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
             raise LogCorrupt(f"{url}: position {middle} is missing; run `trinity-es verify`", position=middle)
         low, high = (middle, high) if recorded_at <= time else (low, middle - 1)
     return int(low)
-
-
-def clock_note(time: float, steps: Sequence[Recorded]) -> str:
-    """Return a note for the user if the clock was set around `time`, by the log's `ClockStepped` events; else ""."""
-    for step in steps:
-        assert isinstance(step.event, ClockStepped)
-        first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))
-        if first <= time <= last:
-            return (f"the clock of this log was set by {step.event.seconds:+.0f} s at position {step.position}: this "
-                    "moment may have occurred twice, or not at all; give a position to be exact")
-    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -17,8 +17,8 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.records import clock
 from trinity_es.events.vocabulary import Event
 
-__all__ = ["ClockCorrection", "Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write",
-           "draft", "from_row"]
+__all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "clock_offset",
+           "draft", "from_row", "with_true_time"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,27 +212,25 @@ _offsets: list[float] = []
 """Last offset between wall clock and monotonic clock, reused until the wall clock is set."""
 
 
-@dataclass(slots=True)
-class ClockCorrection:
-    """Correction of the times of events from this boot, for an event recorded while the wall clock was wrong."""
+def clock_offset() -> float:
+    """Return the wall clock minus the monotonic clock, in seconds.
 
-    _wall: Callable[[], float] = time.time
-    _monotonic: Callable[[], float] = clock.monotonic
-    offset: float = field(init=False)
+    Repeated calls return the same value until the wall clock is set, so that an event gets the same time each time.
+    """
+    offset = time.time() - clock.monotonic()
+    if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
+        _offsets[:] = [offset]
+    return _offsets[-1]
 
-    def __post_init__(self) -> None:
-        # The last offset is reused unless the clock was set, so that an event gets the same time each time.
-        offset = self._wall() - self._monotonic()
-        if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:
-            _offsets[:] = [offset]
-        self.offset = _offsets[-1]
 
-    def __call__(self, recorded: Recorded) -> Recorded:
-        """Return the event, with a corrected time if the wall clock was set by more than FIRST_SECONDS since."""
-        monotonic_time = recorded.metadata.get("mono")
-        is_of_this_boot = clock.boot() != "" and recorded.metadata.get("boot") == clock.boot()
-        if not isinstance(monotonic_time, int | float) or not is_of_this_boot:
-            return recorded
-        corrected_at = self.offset + monotonic_time
-        was_set = abs(corrected_at - recorded.recorded_at) > clock.FIRST_SECONDS
-        return replace(recorded, recorded_at=corrected_at) if was_set else recorded
+def with_true_time(recorded: Recorded, offset: float) -> Recorded:
+    """Return an event of this boot with a corrected time if the wall clock was set by more than FIRST_SECONDS since.
+
+    Other events are returned unchanged. `offset`: the present `clock_offset()`.
+    """
+    monotonic_time = recorded.metadata.get("mono")
+    is_of_this_boot = clock.boot() != "" and recorded.metadata.get("boot") == clock.boot()
+    if not isinstance(monotonic_time, int | float) or not is_of_this_boot:
+        return recorded
+    was_set = abs(offset + monotonic_time - recorded.recorded_at) > clock.FIRST_SECONDS
+    return replace(recorded, recorded_at=offset + monotonic_time) if was_set else recorded

@@ -69,7 +69,7 @@ class Place:
         return Retention(keep, live, payloads or self.payloads, post)
 
     def there(self, *texts: str) -> list[str]:
-        return [t for t in texts if self.payloads.exists(digest_of(t.encode()))]
+        return [t for t in texts if self.payloads.size(digest_of(t.encode())) is not None]
 
     def freed(self) -> list[BatchId]:
         with open_log(self.url) as log:

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import sample_log
 from tests.helpers.logs import answers
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.checks.log_end import Memory
+from trinity_es.events.store.checks.log_end import MemoryFile
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
@@ -115,7 +115,7 @@ def test_what_sqlite_drops_after_a_changed_byte_of_the_write_ahead_log_is_told_b
     written = tmp_path / "run" / "log.db"
     shutil.copytree(sound.parent, written.parent)
     with EventLog.open(str(written), durability="process", projectors=projectors()) as log:
-        log.memory = Memory.of(str(copy), copy.parent / "logs")
+        log.memory = MemoryFile.of(str(copy), copy.parent / "logs")
         for i in range(6):
             started = ev.RunnerRetired(runner=f"late-{i}", incarnation=1)
             log.append([Write(stream=f"runner/late-{i}", expected_version=0, events=[started])], commit_id=f"late {i}")

@@ -13,7 +13,7 @@ from tests.helpers.faults import rewind
 from tests.helpers.logs import dropped
 from trinity_es.events.errors import LogRewound
 from trinity_es.events.store.checks.host_memory import SIZE
-from trinity_es.events.store.checks.log_end import HERE, Claim, Mark, Memory, accepted, lost_between
+from trinity_es.events.store.checks.log_end import HERE, Claim, Mark, MemoryFile, acceptance, lost_between
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import RewindAccepted
@@ -88,7 +88,7 @@ class TestAgainstTheLog:
         rewind(open_log(), 2)
         log = open_log(projectors=projectors())
         head, lost = log.lost_claims(known(marks[3]))
-        event = accepted(head, lost, "anew", "me on this host", "the backup of Monday")
+        event = acceptance(head, lost, "anew", "me on this host", "the backup of Monday")
         assert (event.first, event.last, event.kept) == (3, 4, 2)
         log.append([Write(stream="system", expected_version=0, events=[event])], commit_id="accept", generation="anew")
         assert log.head().generation == "anew"
@@ -117,8 +117,8 @@ def test_who_knows_more_refuses_who_tells_less() -> None:
 
 
 class TestMemory:
-    def memory(self, folder: Path, place: str = "log.sqlite") -> Memory:
-        return Memory.of(str(folder / place), folder)
+    def memory(self, folder: Path, place: str = "log.sqlite") -> MemoryFile:
+        return MemoryFile.of(str(folder / place), folder)
 
     def test_the_last_mark_is_read_back_by_others(self, tmp_path: Path) -> None:
         memory = self.memory(tmp_path)
@@ -159,7 +159,7 @@ class TestMemory:
 
     def test_it_never_raises_and_says_what_hindered_it(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        memory = Memory.of(str(tmp_path / "log.sqlite"), tmp_path / "file")
+        memory = MemoryFile.of(str(tmp_path / "log.sqlite"), tmp_path / "file")
         memory.note(Mark("g", 1, b"x"))
         assert str(memory.path) in memory.trouble
         assert memory.claims() == []
@@ -180,26 +180,26 @@ class TestMemory:
     def test_a_copy_of_a_database_is_a_log_of_its_own_and_another_address_of_the_same_is_not(
         self, tmp_path: Path, key: tuple[Any, ...], is_copy: bool
     ) -> None:
-        origin = Memory.of("postgresql://one/db", tmp_path)
+        origin = MemoryFile.of("postgresql://one/db", tmp_path)
         origin.key = ("7", 1, 5432, None)
         origin.note(Mark("g", 5, b"x"))
-        other = Memory.of("postgresql://one/copy", tmp_path)
+        other = MemoryFile.of("postgresql://one/copy", tmp_path)
         other.key = key
         assert [c.mark.position for c in other.claims("g")] == ([] if is_copy else [5])
 
     def test_logs_of_two_servers_and_of_two_databases_have_one_each(self, tmp_path: Path) -> None:
         urls = ["postgresql://u:secret@one/db", "postgresql://two/db", "postgresql://one/other",
                 "postgresql:///db?host=/tmp/one", "postgresql:///db?host=/tmp/two", "postgresql://one:5433/db"]
-        memories = [Memory.of(url, tmp_path) for url in urls]
+        memories = [MemoryFile.of(url, tmp_path) for url in urls]
         assert len({memory.path for memory in memories}) == len(urls)
-        assert memories[0].path == Memory.of("postgresql+psycopg://another:one@one/db", tmp_path).path
+        assert memories[0].path == MemoryFile.of("postgresql+psycopg://another:one@one/db", tmp_path).path
         memories[0].note(Mark("g", 1, b"x"))
         assert b"secret" not in memories[0].path.read_bytes()
 
 
 def test_an_append_is_noted_before_it_returns(open_log: Open, tmp_path: Path) -> None:
     log = open_log()
-    log.memory = Memory.of("sqlite:///somewhere", tmp_path / "host")
+    log.memory = MemoryFile.of("sqlite:///somewhere", tmp_path / "host")
     for _ in range(3):
         [mark] = write(log, 1)
         assert log.memory.claims() == [Claim(mark, HERE)]

@@ -149,7 +149,7 @@ def test_a_missing_package_is_told(url: str, bucket_url: str, monkeypatch: pytes
 def test_http_has_to_be_allowed(bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(LogUnavailable, match="AWS_ALLOW_HTTP=true"):
-        Objects(bucket_url, 5.0).require()
+        Objects(bucket_url, 5.0).require_bucket()
 
 
 def _doctor_on(place: str, folder: Path) -> Any:
@@ -191,7 +191,7 @@ def test_doctor_looks_at_the_place_that_the_log_records(url: str, bucket_url: st
 def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.MonkeyPatch, own_s3: S3Server) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1/a-secret-of-tests")
     with pytest.raises(LogUnavailable) as caught:
-        Objects(bucket_url, 0.0).require()
+        Objects(bucket_url, 0.0).require_bucket()
     assert "a-secret-of-tests" not in f"{caught.value} {caught.value.__cause__}"
 
 

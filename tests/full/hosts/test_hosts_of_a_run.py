@@ -33,7 +33,7 @@ from trinity_es.client import health
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, HostNotFound, NotRunning
 from trinity_es.events.processes import process_start_time
-from trinity_es.events.store.database.leader_lock import is_led, wait_until_led_by_nobody
+from trinity_es.events.store.database.leader_lock import is_led, wait_until_leaderless
 from trinity_es.projections.host_states import host_of
 from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -277,7 +277,7 @@ def test_a_second_head_is_refused_and_one_that_stands_by_takes_over(
     with host_joins(head.url, "b", head.folder):
         ready(head.client, "b")
         head.submit(1, 96, 0.5)
-        waits = threading.Thread(target=wait_until_led_by_nobody, args=(head.url, TIMEOUT))
+        waits = threading.Thread(target=wait_until_leaderless, args=(head.url, TIMEOUT))
         waits.start()
         psutil.Process(pid_of(head.client, "coordinator")).kill()  # comes back on its own host
         wait_until(lambda: head.settled() >= 16, "16 tasks", 30)

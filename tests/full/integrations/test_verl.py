@@ -98,7 +98,7 @@ def test_rollouts_are_played_here_and_are_exact_experiences_there(
             assert told["rollout_log_probs"].tolist() == pytest.approx(e.logprobs.tolist())
             assert told["rm_scores"].tolist() == pytest.approx([0.0] * 5 + [e.reward])
             assert (told["num_turns"], output.extra_fields["min_global_steps"]) == (2, 0)
-        [submitted] = client.log.handed_in(next(iter(client.log.batches())).batch_id)
+        [submitted] = client.log.submission_events(next(iter(client.log.batches())).batch_id)
         [task] = client.log.tasks_of(submitted)
         assert task["raw_task"] == {
             "prompt": chat.tolist(), "answer": "a", "index": 3, "extra_info": {"split": "train"}, "uid": "u"}

@@ -30,7 +30,7 @@ from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.overview import throughput
 from trinity_es.projections.tables.batch_queries import SORTS, BatchRow
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.projections.why.system_state import Followed, RunnerSnapshot, SystemSnapshot, observe, read_situation
+from trinity_es.projections.why.system_state import Followed, RunnerSnapshot, SystemSnapshot, observe, read_snapshot
 
 
 @settings(max_examples=15)
@@ -342,7 +342,7 @@ def test_what_a_batch_waits_for_is_told_from_a_runner_s_last_life_as_from_all_of
     make(str(path), batches=30, tasks=6, seed=5, payloads=False, dead=True)
     with open_log(str(path)) as log:
         every = [r for r in log.read() if r.stream.startswith("runner/") or r.stream in ("weights", "system")]
-        whole, short = observe(SystemSnapshot(), every), read_situation(log._events, [], Followed())
+        whole, short = observe(SystemSnapshot(), every), read_snapshot(log._events, [], Followed())
         assert len(every) > 100
         assert short.runners == whole.runners
         assert (short.weights, short.published_at, short.limit) == (whole.weights, whole.published_at, whole.limit)
@@ -353,7 +353,7 @@ def test_what_a_batch_waits_for_is_told_from_a_runner_s_last_life_as_from_all_of
         append(copy, [(r.stream, r.event) for r in early], lambda: 10)
     with open_log(str(tmp_path / "early.sqlite")) as log:
         runners = {name: replace_times(life) for name, life in observe(SystemSnapshot(), early).runners.items()}
-        told = read_situation(log._events, [], Followed()).runners
+        told = read_snapshot(log._events, [], Followed()).runners
         assert {name: replace_times(life) for name, life in told.items()} == runners
         assert {life.state for life in runners.values()} > {"started"}
 

@@ -12,11 +12,11 @@ import yaml
 
 import trinity_es
 from tests.helpers.handmade import cli
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import count, events_of, explored, finish_here, killed_when
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.store.payloads.experiences import read_experiences
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.telemetry.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(240)

@@ -13,6 +13,7 @@ import yaml
 
 import trinity_es
 from tests.helpers.of_the_day import of_the_day
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import (
     AT_ONCE,
     ROWS,
@@ -27,7 +28,6 @@ from tests.helpers.runs import (
 )
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
 
 pytestmark = pytest.mark.timeout(240)

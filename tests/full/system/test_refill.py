@@ -10,12 +10,12 @@ import pytest
 
 import trinity_es
 from tests.helpers.handmade import cli
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import events_of, killed_when, make_config, outcome, went_well
 from tests.helpers.systems import StartSystem
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import BatchNotFound, BatchTypeMismatch, DataError, TooFewGroups
 from trinity_es.events.values import BatchLifecycleState, Task
-from trinity_es.projections.reading.resume_point import prompts_used
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,6 +18,7 @@ import pytest
 import trinity_es
 from tests.helpers.handmade import cli, history, write
 from tests.helpers.of_the_day import of_the_day
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import (
     AT_ONCE,
     ROWS,
@@ -41,7 +42,6 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import leftovers, running_system
 from trinity_es.telemetry.metrics_file import read_metrics

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import trinity_es
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import ROWS, command, kill_run, make_config, went_well
 from tests.helpers.systems import StartSystem, events, kill_system, pid_of, play_batch
 from trinity_es import Task
@@ -22,7 +23,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.payload_format import Payload
 from trinity_es.events.store.payloads.payload_store import inlined, is_inline
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -147,14 +147,14 @@ def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start
     assert freed(client) == ["given up"]
     client.acknowledge(3, 3)
     wait_until(lambda: freed(client) == ["given up", 1], "batch 1 to be freed")
-    wait_until(lambda: not any(payloads.exists(d) for d in its[1] | its["given up"]), "its payloads to be gone")
+    wait_until(lambda: all(payloads.size(d) is None for d in its[1] | its["given up"]), "its payloads to be gone")
     with pytest.raises(PayloadNotFound, match=r"batch 1 were freed: store\.retention"):
         list(client.experiences(1))
     client.acknowledge(4, 4)
     wait_until(lambda: freed(client) == ["given up", 1, 2], "batch 2 to be freed")
-    wait_until(lambda: not any(payloads.exists(d) for d in its[2]), "its payloads to be gone")
+    wait_until(lambda: all(payloads.size(d) is None for d in its[2]), "its payloads to be gone")
     for batch_id in (3, 4, 5, 6):  # the newest two steps, and two that nobody acknowledged
-        assert all(payloads.exists(d) for d in digests(client, batch_id))
+        assert None not in map(payloads.size, digests(client, batch_id))
         assert list(client.experiences(batch_id))
 
     event = events(client, ev.PayloadsFreed)[-1]
@@ -191,7 +191,7 @@ def test_delivered_payloads_refer_to_raw_ones_which_stay_as_long_and_processed_o
     assert list(client.experiences(1)) == found
     client.acknowledge(2, 2)
     wait_until(lambda: freed(client) == [1], "batch 1 to be freed")
-    wait_until(lambda: not any(payloads.exists(d) for d in raw), "its payloads to be gone")
+    wait_until(lambda: all(payloads.size(d) is None for d in raw), "its payloads to be gone")
     [(_, processed)] = client.processed_experiences()
     assert sorted((e.eid.task, e.eid.run) for e in processed) == sorted((e.eid.task, e.eid.run) for e in found)
     assert client.log.verify() == []

@@ -17,11 +17,11 @@ import trinity_es
 from tests.helpers.client_packages import DATASETS, installed
 from tests.helpers.hub_stand_in import Hub, Repository, hub
 from tests.helpers.paths import ROOT
+from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import ROWS, command, events_of, finish, kill_run, make_config
 from tests.helpers.taskset_reader import TasksetReader
 from trinity_es.config.config import load_config
 from trinity_es.events.values import BatchId
-from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(600)

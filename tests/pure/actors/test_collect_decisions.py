@@ -74,7 +74,7 @@ def test_p17_what_cant_be_scheduled() -> None:
     with pytest.raises(BatchAlreadyActive):
         schedule(train, request="one")
     with pytest.raises(BatchTypeMismatch, match="finalize_train_batch"):
-        collect_decisions.open_scheduled(train, 1)
+        collect_decisions.open_collect_batch(train, 1)
     with pytest.raises(DataError, match="task 0"):
         schedule(None, request="one", repeat_times=[0, 1])
     train.state = BatchLifecycleState.FINALIZED

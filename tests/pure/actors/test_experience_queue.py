@@ -24,7 +24,15 @@ from trinity_es.events.errors import ConfigError, PipelineError
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.experience_queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
+from trinity_es.projections.experience_queue import (
+    STREAM,
+    QueueState,
+    add_older,
+    evolve_queue,
+    find_older,
+    load_queue,
+    slice_refs,
+)
 from trinity_es.projections.tables.read_models import delivered_batches, projectors
 
 RULES: dict[str, Any] = {"max_use_count": 2, "cooldown": 0.0}
@@ -275,7 +283,7 @@ def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, 
         deliver(live, 5, 3)
         live.record(ev.PayloadsFreed(batches=[2], payloads=1, bytes=1))
         log.append(live.close_turn().writes, commit_id="freed")
-        read_older(live.queue, log)
+        add_older(live.queue, find_older(log, dict(live.queue.unread), live.queue.capacity - live.queue.size))
         wanted = [1, 4, 5, 3] if capacity == 1000 else [5, 3]
         assert [d.batch_id for d in live.queue.deliveries.values()] == wanted
         assert live.queue.size == 3 * len(wanted)

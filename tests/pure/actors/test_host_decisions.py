@@ -62,7 +62,7 @@ def test_a_new_host_joins_as_epoch_1() -> None:
     assert decide(hosts, B) == [
         ev.HostJoined(host="b", epoch=1, life="life 1", address="10.0.0.2", pid=7, places={"gpus": 8})
     ]
-    assert hosts["b"].there
+    assert hosts["b"].is_present
 
 
 def test_the_same_life_is_taken_up_again_and_nothing_recorded() -> None:
@@ -116,7 +116,7 @@ def test_what_is_said_of_an_earlier_epoch_changes_nothing() -> None:
     hosts = with_b()
     decide(hosts, replace(B, life="life 2"))
     fold(hosts, [ev.HostLost(host="b", epoch=1, reason="late")])
-    assert hosts["b"].there
+    assert hosts["b"].is_present
 
 
 def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over() -> None:
@@ -275,7 +275,7 @@ def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> N
     it.look_at(102.0)
     it.fleet.on_disconnected("b", 1, "the connection broke", heard_at=100.0)
     it.look_at(104.0)
-    assert it.book.hosts["b"].there
+    assert it.book.hosts["b"].is_present
     it.look_at(105.0)
     assert "the connection broke" in it.book.hosts["b"].reason
     assert it.hung_up == [("b", 1)]
@@ -287,7 +287,7 @@ def test_a_silent_host_is_not_given_all_its_time_again_by_the_next_head(heard: f
     it.book.record(JOINED)
     it.look_at(0.0)
     it.look_at(lost - 0.1)
-    assert it.book.hosts["b"].there
+    assert it.book.hosts["b"].is_present
     it.look_at(lost)
     assert it.book.hosts["b"].state == "lost"
 
@@ -300,7 +300,7 @@ def test_a_host_that_came_back_to_the_next_coordinator_has_its_time() -> None:
     it.fleet.take("b", 1, [])
     it.fleet.on_disconnected("b", 1, "the connection broke", heard_at=10.0)
     it.look_at(24.9)
-    assert it.book.hosts["b"].there
+    assert it.book.hosts["b"].is_present
 
 
 def test_when_hosts_were_heard_is_told_of_those_that_take_part() -> None:
@@ -327,7 +327,7 @@ def test_a_host_whose_connection_is_no_more_is_lost_though_nobody_told_its_end()
     it.look_at(50.0)
     it.connections = {}
     it.look_at(60.0)
-    assert it.book.hosts["b"].there, "its end may be told in a moment"
+    assert it.book.hosts["b"].is_present, "its end may be told in a moment"
     it.look_at(65.0)
     assert it.book.hosts["b"].state == "lost"
     assert it.hello("2") == Admission(2, 4)

@@ -127,9 +127,10 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
     assert decisions.end_of_attempt(state, of, TAKEN) == why
     lives = {} if of is None else {("runner-0", 2): of}
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
-    found = decisions.find_orphans(folded(taken(), HELD), open_ones, lives, NOW, NOW, reads_none)
+    found = decisions.new_orphan_events(folded(taken(), HELD), open_ones, lives, NOW, NOW, reads_none)
     assert found == ([ev.LeaseOrphaned(lease="es-1", reason=why)] if why else [])
-    assert decisions.find_orphans(folded(taken(), ORPHANED), open_ones, lives, NOW, NOW, reads_none) == [], "said once"
+    again = decisions.new_orphan_events(folded(taken(), ORPHANED), open_ones, lives, NOW, NOW, reads_none)
+    assert again == [], "said once"
     if why:
         with pytest.raises(WorkflowError, match=why):
             decisions.apply_change({}, TAKEN, "runner-0", 2, why, NOW)
@@ -137,11 +138,11 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
 
 def test_one_that_is_not_renewed_in_time_is_nobody_s() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
-    assert decisions.find_orphans(leases, {7: batch()}, lives, NOW + 99, NOW, reads_none) == []
-    [event] = decisions.find_orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none)
+    assert decisions.new_orphan_events(leases, {7: batch()}, lives, NOW + 99, NOW, reads_none) == []
+    [event] = decisions.new_orphan_events(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none)
     assert event == ev.LeaseOrphaned(lease="es-1", reason="it expired: it was not renewed")
     evolve_leases(leases, ev.LeaseRenewed(lease="es-1", expires=NOW + 200))
-    assert decisions.find_orphans(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none) == []
+    assert decisions.new_orphan_events(leases, {7: batch()}, lives, NOW + 101, NOW, reads_none) == []
 
 
 def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
@@ -150,9 +151,11 @@ def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
     told = NOW + 500
     for now, n in ((told, 0), (told + GRACE_SECONDS - 1, 0), (told + GRACE_SECONDS + 1, 1)):
-        assert len(decisions.find_orphans(leases, {7: batch()}, lives, now, told, reads_none)) == n
-    assert decisions.find_orphans(leases, {7: batch()}, lives, NOW + 1000, math.inf, reads_none) == [], "not asked yet"
-    assert len(decisions.find_orphans(leases, {}, lives, NOW, math.inf, reads_none)) == 1, "its batch is over at once"
+        assert len(decisions.new_orphan_events(leases, {7: batch()}, lives, now, told, reads_none)) == n
+    not_asked_yet = decisions.new_orphan_events(leases, {7: batch()}, lives, NOW + 1000, math.inf, reads_none)
+    assert not_asked_yet == []
+    batch_is_over = decisions.new_orphan_events(leases, {}, lives, NOW, math.inf, reads_none)
+    assert len(batch_is_over) == 1
 
 
 # --- what the next attempt takes over -----------------------------------------------------------------------------
@@ -190,7 +193,7 @@ def second(leases: OpenLeases, state: BatchState, **more: Any) -> ev.Event:
 
 def orphaned(leases: OpenLeases, state: BatchState | None, **more: Any) -> list[str]:
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
-    found = decisions.find_orphans(leases, open_ones, LIVES, more.get("now", NOW), NOW, more.get("reads", reads))
+    found = decisions.new_orphan_events(leases, open_ones, LIVES, more.get("now", NOW), NOW, more.get("reads", reads))
     return [e.lease for e in found if isinstance(e, ev.LeaseOrphaned)]
 
 

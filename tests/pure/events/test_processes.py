@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trinity_es.events import processes
-from trinity_es.events.processes import process_lives, process_start_time, seen_from_here
+from trinity_es.events.processes import is_visible_here, process_lives, process_start_time
 
 
 def test_a_process_has_one_name_for_life_and_another_process_another() -> None:
@@ -20,7 +20,7 @@ def test_a_process_has_one_name_for_life_and_another_process_another() -> None:
     assert process_lives(os.getpid(), mine)
     assert not process_lives(os.getpid(), "1" + mine)
     assert not process_lives(os.getpid(), None)
-    assert seen_from_here(mine)
+    assert is_visible_here(mine)
 
 
 def test_a_process_that_has_ended_has_no_start_also_as_a_zombie() -> None:
@@ -51,7 +51,7 @@ def test_a_process_of_another_boot_has_ended_and_one_of_another_namespace_is_not
     mine = process_start_time(os.getpid())
     boot, _, space = processes._boot_and_namespace().partition("/")
     monkeypatch.setattr(processes, "_boot_and_namespace", lambda: f"{boot}/1")
-    assert seen_from_here(mine) is None
+    assert is_visible_here(mine) is None
     assert not process_lives(os.getpid(), mine)
     monkeypatch.setattr(processes, "_boot_and_namespace", lambda: f"0000/{space}")
-    assert seen_from_here(mine) is False
+    assert is_visible_here(mine) is False

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from trinity_es.events.errors import ConcurrencyError, Fenced, LogUnavailable
-from trinity_es.events.store.database.retry import Backoff, classify, is_transient, once, patiently
+from trinity_es.events.store.database.retry import Backoff, classify, is_transient, patiently, without_repeats
 
 
 def of_sqlite(name: str) -> sqlite3.Error:
@@ -139,7 +139,7 @@ def test_it_can_be_told_to_give_up() -> None:
 
 def test_what_is_said_again_is_not_news() -> None:
     heard: list[str] = []
-    tell = once(lambda e: heard.append(str(e)))
+    tell = without_repeats(lambda e: heard.append(str(e)))
     for said in ("refused", "refused", "starting up", "starting up", "refused"):
         tell(LogUnavailable(said))
     assert heard == ["refused", "starting up", "refused"]

@@ -11,8 +11,8 @@ import pytest
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.records.clock import Clock, boot
-from trinity_es.events.store.records.log_values import ClockCorrection
+from trinity_es.events.store.records.clock import boot, seconds_set
+from trinity_es.events.store.records.log_values import with_true_time
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 
@@ -105,13 +105,12 @@ def test_a_writer_whose_own_clock_never_moved_goes_on_behind_one_that_was_ahead(
 
 
 def test_a_clock_that_is_slewed_or_seen_late_was_not_set() -> None:
-    clock = Clock()
-    assert clock.step(100.0, 0.0, 0.1, 100.3) == 0.0
-    clock.remember(100.0, 0.0, 0.1)
-    assert clock.step(1100.9, 1000.0, 1000.2, 100.0) == 0.0
-    assert clock.step(104.0, 0.2, 5.0, 100.0) == 0.0
-    assert clock.step(111.0, 10.0, 10.1, 100.0) == pytest.approx(0.9)
-    assert clock.step(109.0, 10.0, 10.1, 100.0) == pytest.approx(-0.9)
+    first = 100.0, 0.0, 0.1
+    assert seconds_set(None, first, 100.3) == 0.0
+    assert seconds_set(first, (1100.9, 1000.0, 1000.2), 100.0) == 0.0
+    assert seconds_set(first, (104.0, 0.2, 5.0), 100.0) == 0.0
+    assert seconds_set(first, (111.0, 10.0, 10.1), 100.0) == pytest.approx(0.9)
+    assert seconds_set(first, (109.0, 10.0, 10.1), 100.0) == pytest.approx(-0.9)
 
 
 def test_how_long_ago_something_was_is_told_by_the_clock_that_nobody_sets(log: EventLog, machine: Machine) -> None:
@@ -123,8 +122,8 @@ def test_how_long_ago_something_was_is_told_by_the_clock_that_nobody_sets(log: E
     if not boot():
         pytest.skip("needs the id of this boot, which the system does not tell")
     now = 1_000_000.0
-    straight = ClockCorrection(lambda: now, lambda: time.monotonic() + machine.passed)
-    ages = [now - straight(r).recorded_at for r in log.read() if r.type == "BatchAborted"]
+    offset = now - time.monotonic() - machine.passed
+    ages = [now - with_true_time(r, offset).recorded_at for r in log.read() if r.type == "BatchAborted"]
     assert ages == [pytest.approx(120, abs=5), pytest.approx(60, abs=5), pytest.approx(0, abs=5)]
 
 

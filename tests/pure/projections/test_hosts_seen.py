@@ -48,7 +48,7 @@ def test_an_event_of_a_life_that_is_over_changes_no_later_one() -> None:
         story.add("hosts", event)
     first, second = host_lives(story.recorded)
     assert (first.state, first.reason) == ("lost", "x")
-    assert second.there
+    assert second.is_present
 
 
 def test_hosts_are_listed_with_what_they_did(log: str) -> None:

@@ -107,7 +107,7 @@ def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) 
         last_at = max([*(b.submitted_at for b in batches), *flight_ends])
     unblamed = {(f.runner, f.incarnation) for f in flights if f.is_unblamed}
     lives = [
-        replace(life, is_blamed=(life.runner, life.incarnation) not in unblamed) for life in _runner_lives(log, last)
+        replace(life, is_blamed=(life.runner, life.incarnation) not in unblamed) for life in _serving_lives(log, last)
         if life.ended_at is None or life.ended_at >= batches[0].submitted_at
     ]
     _set_overheads(flights, lives, config, last_at)
@@ -285,7 +285,7 @@ def _set_overheads(flights: Iterable[_Flight], lives: Iterable[Life], config: di
         flight.batch.overheads[key] = (overhead, flight.ended_at - played_at)
 
 
-def _runner_lives(log: Log, last: int) -> list[Life]:
+def _serving_lives(log: Log, last: int) -> list[Life]:
     """Return the processes of runners of the rollout model that were ready by position `last`."""
     by_stream: dict[str, list[Recorded]] = {}  # read by type, because most events of a runner's stream are weight loads
     for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):

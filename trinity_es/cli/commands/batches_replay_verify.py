@@ -168,7 +168,7 @@ def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
     """
     indexes: list[dict[str, Any]] = []
     try:
-        for event in log.handed_in(batch_id):
+        for event in log.submission_events(batch_id):
             if limit is None or len(indexes) < limit:
                 indexes += [task.get("index") or {} for task in log.tasks_of(event)]
     except (LogNotFound, PayloadNotFound, CorruptPayload):

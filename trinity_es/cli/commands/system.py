@@ -123,13 +123,13 @@ def redo(
 
 def wait_to_lead(settings: Config) -> None:
     """Wait until no host has led this run for `hosts.timeout` s. Raises ConfigError if `hosts.address` is not set."""
-    from trinity_es.events.store.database.leader_lock import wait_until_led_by_nobody
+    from trinity_es.events.store.database.leader_lock import wait_until_leaderless
 
     if not settings.hosts.address:
         raise ConfigError("--standby needs a run on several hosts: set hosts.address to an address of this host")
     common.note(f"waiting to lead the run of {settings.masked()['store']['url']}, until no host has led it for "
                 f"{settings.hosts.timeout:.0f} s")
-    wait_until_led_by_nobody(settings.store.url, settings.hosts.timeout)
+    wait_until_leaderless(settings.store.url, settings.hosts.timeout)
 
 
 def up(

@@ -50,6 +50,6 @@ def _last_heard(row: HostRow) -> Text:
 
 def _reason(row: HostRow) -> str:
     """Return the recorded reason of the host's state, and why its connection is broken."""
-    if row.reason and not row.there:
+    if row.reason and not row.is_present:
         return row.reason
     return "; ".join(part for part in (row.reason, "" if row.connected else row.why_away) if part)

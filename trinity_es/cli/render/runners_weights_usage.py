@@ -21,7 +21,7 @@ from trinity_es.projections.tables.runner_history import (
     RunnerLives,
     WeightsVersion,
     by_runner,
-    natural,
+    natural_key,
     visible_state,
 )
 from trinity_es.projections.why.answer import span
@@ -50,7 +50,7 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
     right = ("lives", "deaths", "with host", "attempts lost", "seconds lost", "weights")
     table = _table(*(["host"] if on_several_hosts else []), "runner", "state", "weights", "lives", "deaths",
                    *host_loss_column, "attempts lost", "seconds lost", "last death", "reason", right=right)
-    for runner in sorted(runners, key=lambda runner: natural(host_of(runner.name))):
+    for runner in sorted(runners, key=lambda runner: natural_key(host_of(runner.name))):
         last_death = next((life for life in reversed(runner.all) if life.died), None)
         deaths, with_host = runner.deaths - runner.with_host, runner.with_host
         table.add_row(
@@ -71,7 +71,7 @@ def _print_by_host(out: Console, runners: Sequence[RunnerLives]) -> None:
     deaths_by_host: dict[str, list[RunnerIncarnation]] = {}
     for runner in runners:
         deaths_by_host.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
-    for host, deaths in sorted(deaths_by_host.items(), key=lambda item: natural(item[0])):
+    for host, deaths in sorted(deaths_by_host.items(), key=lambda item: natural_key(item[0])):
         own_deaths = [life for life in deaths if not life.went_with_host]
         host_deaths = [life for life in deaths if life.went_with_host]
         costs = [f"{counted(len(lives), 'death')} {cause} ({counted(sum(x.attempts_lost for x in lives), 'attempt')}, "

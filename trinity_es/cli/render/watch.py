@@ -27,9 +27,10 @@ from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.host_states import HostLife, host_of, last_lives
-from trinity_es.projections.reading.log_reader import NOTABLE, Log
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.overview import NOTABLE
 from trinity_es.projections.tables.batch_queries import BatchRow
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural_key
 from trinity_es.projections.why.system_state import Followed
 from trinity_es.safe_text import clock, devices, error_line, event_line, name_of, place_of, plain, sparkline
 
@@ -104,8 +105,8 @@ def read_overview(
     for life in log.runner_lives():
         last_life_by_runner[life.runner] = life
         overview.deaths[life.runner] = overview.deaths.get(life.runner, 0) + life.died
-    overview.runners = sorted(last_life_by_runner.values(), key=lambda life: natural(host_of(life.runner)))
-    overview.hosts = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host))
+    overview.runners = sorted(last_life_by_runner.values(), key=lambda life: natural_key(host_of(life.runner)))
+    overview.hosts = sorted(last_lives(log.hosts()).values(), key=lambda h: natural_key(h.host))
     overview.finished = log.finished_elsewhere()
     open_ids = {row.batch_id for row in overview.open_batches}
     with contextlib.suppress(LogError):  # the rest of the overview is shown without it
@@ -200,7 +201,7 @@ def _hosts_table(overview: RunOverview) -> Table:
         ready_count = sum(life.ready_at is not None for life in running)
         table.add_row(
             Text(plain(f"{host.host} #{host.epoch}", 40)), state_text(host.state), clock(host.since, date=True),
-            f"{ready_count} of {len(running)}" if host.there else "", f"{overview.finished.get(host.host, 0):,}",
+            f"{ready_count} of {len(running)}" if host.is_present else "", f"{overview.finished.get(host.host, 0):,}",
             devices(host.places), Text(error_line(host.reason, 80)),
         )
     return table

@@ -17,7 +17,7 @@ from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, sort_known_first
 from trinity_es.projections.host_states import host_of
-from trinity_es.projections.tables.runner_history import natural
+from trinity_es.projections.tables.runner_history import natural_key
 from trinity_es.safe_text import summary
 
 __all__ = ["ROUTES", "asof", "batch", "batch_cache", "select_tasks", "steps"]
@@ -123,7 +123,9 @@ def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: 
                 versions=sorted({a.model_version for _, a in pairs}),
                 lane=lane(pairs, window, window.end) if with_lanes else None,
             )
-            for name, pairs in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
+            for name, pairs in sorted(
+                by_runner.items(), key=lambda item: (natural_key(host_of(item[0])), natural_key(item[0]))
+            )
         ],
         "metrics": _group_metrics((state.final_result or {}).get("metrics", {})),
     }

@@ -15,7 +15,7 @@ from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.runner_work import WORK, work_of
 from trinity_es.projections.host_states import HostLife, host_of
 from trinity_es.projections.reading.host_list import read_hosts
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, visible_state
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural_key, visible_state
 from trinity_es.safe_text import devices, summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
@@ -113,7 +113,7 @@ def runners(request: PageRequest) -> Page:
         (row, _without_overlaps(_host_bars([life for life in host_lives if life.host == row.host], begin, end)))
         for row in (read_hosts(request.log, count_units=False) if host_lives else ())
     ]
-    runners.sort(key=lambda runner: natural(host_of(runner.name)))  # a stable sort: each host keeps the order
+    runners.sort(key=lambda runner: natural_key(host_of(runner.name)))  # a stable sort: each host keeps the order
     lines = [(runner, _without_overlaps([bar for life in runner.all for bar in _life_bars(life, begin, end)]))
              for runner in runners]
     return Page(
