@@ -140,7 +140,7 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, TrinityError):
         return error.message
     if isinstance(error, FileNotFoundError) and not error.filename and _is_folder_gone():
-        return (f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one")
+        return f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one"
     if isinstance(error, OSError):  # TimeoutError is one
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if type(error).__module__.startswith("sqlalchemy"):
@@ -164,7 +164,6 @@ app = typer.Typer(
 
 
 def _print_version(requested: bool) -> None:
-    """Print the version and exit, if `--version` was given."""
     if requested:
         print(f"trinity-es {VERSION}")
         raise typer.Exit

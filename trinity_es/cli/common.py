@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -237,17 +237,16 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
         ) from None
 
 
-def progress_counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
+def progress_counter(verb: str, unit: str = "events") -> Callable[..., None]:
     """Return a callback `(done, total)` that prints `VERB done of total UNIT` on stderr; `total` may be omitted.
 
     On a terminal it updates one line; elsewhere it prints a line every ten seconds.
     """
-    out = stream or sys.stderr
     begun_at = printed_at = time.monotonic()
 
     def print_progress(done: int, total: int | None = None) -> None:
         nonlocal printed_at
-        now, is_terminal = time.monotonic(), out.isatty()
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
         is_last = total is not None and done >= total and is_terminal
         if now - printed_at < (0.1 if is_terminal else 10.0) and not is_last:
             return
@@ -256,9 +255,9 @@ def progress_counter(verb: str, unit: str = "events", stream: TextIO | None = No
         of_total = "" if total is None else f" of {total:,}"
         line = f"{verb} {done:,}{of_total} {unit}, {rate:,.0f} a second"
         if is_terminal:
-            out.write(f"\r{line}" + ("\n" if is_last else ""))
+            sys.stderr.write(f"\r{line}" + ("\n" if is_last else ""))
         else:
-            out.write(f"{line}\n")
-        out.flush()
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
     return print_progress

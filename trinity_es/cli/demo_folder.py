@@ -234,7 +234,6 @@ explorer:
 
 
 def _config_text(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
-    """Return the text of the demo's config file. `port`: the port of the vLLM server with engine http."""
     engines = {"vllm": _VLLM_ENGINE, "http": _HTTP_ENGINE, "scripted": _SCRIPTED_ENGINE}
     return _CONFIG.format(
         project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
@@ -266,10 +265,10 @@ def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
     return str(path)
 
 
-def judge(summary: dict[str, Any], *, steps: int, engine: str) -> Verdict:
+def judge(summary: dict[str, Any], *, steps: int, learns: bool) -> Verdict:
     """Decide from a `run_summary` whether the model learned its task."""
     before, after = summary["eval_reward_before"], summary["eval_reward_after"]
-    if engine != "vllm":
+    if not learns:
         return Verdict(None, "The scripted engine cannot learn: this run showed the commands only.")
     if before is None or after is None:
         return Verdict(False, "THE MODEL WAS NOT JUDGED: the log lacks the eval before or after training.")

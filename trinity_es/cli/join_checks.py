@@ -80,11 +80,10 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
 
 # --- the database ---------------------------------------------------------------------------------------------------
 def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
-    """Check whether the user can write to the database, and how long a round trip takes."""
     try:
         with closing(Database(url, patience=PATIENCE_SECONDS)) as writer:
             writer.read(lambda connection: None)
-        seconds = log.query(_round_trip)
+        seconds = log.query(_round_trip_seconds)
     except ConfigError as e:
         yield Finding("database", "wrong", e.message)
         return
@@ -96,7 +95,7 @@ def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
                   "each task's payload waits for a round trip: use a database nearer to the hosts" if is_slow else "")
 
 
-def _round_trip(connection: Connection) -> float:
+def _round_trip_seconds(connection: Connection) -> float:
     """Return the median seconds of five round trips to the database."""
     seconds = []
     for _ in range(5):
@@ -220,7 +219,6 @@ def folder_finding(folder: str, head_digest: str | None) -> Finding:
 
 
 def _devices_finding(config: Config) -> Finding:
-    """Check whether this machine has the GPUs that the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
     devices = device_counts()

@@ -39,7 +39,7 @@ from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, settings_phrase
 
 __all__ = [
-    "explore", "libraries_silenced", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
+    "explore", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
 ]
 
 _QUIET_ENVIRONMENT = {
@@ -48,25 +48,12 @@ _QUIET_ENVIRONMENT = {
     # At the command's end Python's resource tracker removes shared memory that a killed engine left, and warns of it.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
-"""Environment variables that keep the libraries of a trainer in this process from printing into the live view."""
 
 
 def silence_libraries() -> None:
     """Keep the libraries of a trainer in this process from printing into the live view."""
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-
-
-@contextlib.contextmanager
-def libraries_silenced() -> Iterator[None]:
-    """Apply `silence_libraries` during a `with` block, and restore the environment after it."""
-    added_names = _QUIET_ENVIRONMENT.keys() - os.environ.keys()
-    silence_libraries()
-    try:
-        yield
-    finally:
-        for name in added_names:
-            os.environ.pop(name, None)
 
 
 def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> None:
@@ -193,9 +180,11 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
     streams = {r.stream for r in log.rare(["AttemptKept"])}
     kept = sum(kept_tokens(log, b) for b in rows if batch_stream(b.batch_id) in streams)
+    url = str(settings.masked()["store"]["url"])
+    file = file_of(url)
     serving_seconds, published_count = _serving_seconds(log, ended_at), log.count_weights()
     return {
-        "log": _short_url(settings), "batches": len(rows), "train_batches": len(trained),
+        "log": url if file is None else short_path(file), "batches": len(rows), "train_batches": len(trained),
         "weight_versions": published_count and published_count + 1,  # version 0 counts if another was published
         "model_version": log.model_version(), "response_tokens": tokens,
         "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
@@ -255,13 +244,6 @@ def _serving_seconds(log: Log, log_end_at: float) -> float:
 def _taskset_of_eval(evaluation: dict[str, Any]) -> str:
     """Return the name of an eval's taskset: `letters` for the batch `12/letters`."""
     return str(evaluation["batch_id"]).partition("/")[2]
-
-
-def _short_url(settings: Config) -> str:
-    """Return the store's URL, or its path if the store is a file."""
-    url = str(settings.masked()["store"]["url"])
-    file = file_of(url)
-    return url if file is None else short_path(file)
 
 
 def short_path(path: Path) -> str:

@@ -47,7 +47,9 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: give a trinity_es.Task")
         try:
             try:
-                data = secret_file.hide(task_to_dict(_with_project_secrets(task)))
+                # JSON can't hold pydantic's SecretStr: `Secret` takes its place.
+                marked = {name: unmarked(value) for name in _ARGUMENT_FIELDS if (value := getattr(task, name))}
+                data = secret_file.hide(task_to_dict(replace(task, **marked)))
             except RecursionError as e:
                 raise TaskNotSerializable("a value is nested too deeply or contains itself: give a flat value") from e
             if task.repeat_times is not None:
@@ -69,11 +71,6 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise type(e)(f"task {i}: {e}", **e.details) from e
         encoded.append(data)
     return encoded
-
-
-def _with_project_secrets(task: Task) -> Task:
-    """Return the task with `Secret` in place of each pydantic SecretStr, which JSON can't hold."""
-    return replace(task, **{name: unmarked(value) for name in _ARGUMENT_FIELDS if (value := getattr(task, name))})
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:

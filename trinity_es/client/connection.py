@@ -424,16 +424,13 @@ class Connection:
                 return not session.is_alive()
             children, order = status.get("children", []), None
             time.sleep(0.1)
-        if session.is_alive() and not self.admin_answers():
-            return False
+        if session.is_alive():
+            admin = session.admin
+            address = listening_host(admin["pid"], admin["port"])
+            if knock(address, admin["port"], read_key(admin["key_file"])) is None:  # it is suspended or hangs
+                return False
         session.system.shutdown()
         return True
-
-    def admin_answers(self) -> bool:
-        """Return True if the system's admin handles messages, False if it is suspended or hangs."""
-        admin = self.admin
-        host = listening_host(admin["pid"], admin["port"])
-        return knock(host, admin["port"], read_key(admin["key_file"])) is not None
 
     def close(self) -> None:
         """Close the endpoints; the system goes on. Calls in flight end by themselves."""

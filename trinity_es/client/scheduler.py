@@ -116,7 +116,6 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _pause_own_batches(self) -> None:
-        """Pause the batches of this scheduler, and wait until none of their tasks runs."""
         self._own_batches &= set((await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0)))["batches"])
         await self._ask(commands.PauseBatches(batches=list(self._own_batches)))
         for batch_id in self._own_batches:

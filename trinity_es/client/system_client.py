@@ -179,7 +179,6 @@ class SystemClient:
         )
 
     def _end(self) -> int:
-        """End the whole system. Returns the number of processes that had to be killed."""
         running_system.stop_keeper(self.config)
         with contextlib.suppress(TrinityError):  # reconnects if the keeper has started another system
             self._link.where()

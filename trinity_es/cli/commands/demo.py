@@ -54,7 +54,7 @@ def end_demo(this_demo: Demo, settings: Config, as_json: bool) -> None:
         summary, rows = run_summary(settings, log), log.batches()
     summary |= {"folder": str(this_demo.folder), "config": str(this_demo.config)}
     summary["picture"] = demo_folder.draw(rows, this_demo.folder / "reward.png")
-    verdict = demo_folder.judge(summary, steps=this_demo.steps, engine="vllm" if this_demo.learns else "scripted")
+    verdict = demo_folder.judge(summary, steps=this_demo.steps, learns=this_demo.learns)
     summary |= {"learned": verdict.learned, "verdict": verdict.text}
     if as_json:
         print_json(summary)

@@ -68,7 +68,12 @@ def export(
         if trace is not None:
             written["trace"] = {"file": str(trace), "written": _write_trace(opened, trace, chosen)}
         if html is not None and chosen is not None:
-            written["html"] = {"file": str(html), "written": _write_page(opened, html, chosen[0])}
+            from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
+
+            page = batch_page(opened, chosen[0])
+            with export_file(html) as file:
+                file.write(page.encode(errors="replace"))
+            written["html"] = {"file": str(html), "written": len(page)}
     if as_json:
         common.print_json({"log": opened.url, "seconds": time.monotonic() - started_at, **written})
     else:
@@ -126,13 +131,3 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)
     return written
-
-
-def _write_page(log: Log, path: Path, batch_id: BatchId) -> int:
-    """Write a batch's page to an HTML file, and return its number of characters."""
-    from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
-
-    page = batch_page(log, batch_id)
-    with export_file(path) as file:
-        file.write(page.encode(errors="replace"))
-    return len(page)

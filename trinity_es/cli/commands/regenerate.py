@@ -58,7 +58,6 @@ def _as_json(result: Regeneration) -> dict[str, Any]:
 
 
 def _print_result(result: Regeneration) -> None:
-    """Print the run's attempt and weights, a comparison per turn, and possible reasons if tokens differ."""
     out, rollout = console(), result.rollout
     out.print(Text(
         f"batch {plain(rollout.batch_id)}, task {rollout.task}, run {rollout.run}: attempt {rollout.attempt} on "
@@ -77,7 +76,6 @@ def _print_result(result: Regeneration) -> None:
 
 
 def _comparison(turn: Turn) -> str:
-    """Return a line that compares a turn's recorded tokens with the new ones."""
     logprobs = "no logprobs to compare"
     if turn.logprob_max is not None:
         logprobs = (f"logprobs of {turn.logprob_tokens} tokens differ by {turn.logprob_max:.2g} at most, "

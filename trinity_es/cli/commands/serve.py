@@ -65,7 +65,6 @@ async def _serve(explorer: Explorer, as_json: bool) -> None:
 
 
 def _print_access(proxy: Proxy, as_json: bool) -> None:
-    """Print the address and key of the API, with an example in Python."""
     model = proxy.config.explorer.rollout_model.model_path or "rollout"
     if as_json:
         print_json({"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model})

@@ -92,7 +92,6 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def _print_prediction(prediction: Prediction) -> None:
-    """Print a line per chosen batch with recorded and predicted figures, then totals and omissions."""
     out = console()
     changed = {k: v for k in prediction.recorded_settings if (v := getattr(prediction.settings, k)) is not None}
     settings = ", ".join(f"{k} {v} (was {prediction.recorded_settings[k]})" for k, v in changed.items())
@@ -125,7 +124,6 @@ def _print_prediction(prediction: Prediction) -> None:
 
 
 def _seconds_cells(recorded: Figures, predicted: Figures) -> tuple[str, str, str]:
-    """Return recorded seconds, predicted seconds and their difference as text; no difference if one did not end."""
     before, after = ("not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (recorded, predicted))
     if recorded.seconds is None or predicted.seconds is None:
         return before, after, ""

@@ -129,7 +129,6 @@ class RunView:
     def _ended_line(
         self, log: Log, row: BatchRow, recorded: Recorded, event: ev.BatchFinalized | ev.BatchAborted
     ) -> str:
-        """Return the line for the end of a batch: tasks, reward, tokens, seconds and failed attempts."""
         aborted = "  ABORTED" if isinstance(event, ev.BatchAborted) else ""
         if row.first_position > recorded.position:
             return f"{self._name(row)}{aborted}  and submitted again"
@@ -152,7 +151,6 @@ class RunView:
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
-        """Return the newest overview, or a line with the time for which the system has been starting."""
         starting = Text(f"starting the actor system… {time.time() - self._started_at:.0f} s", style="cyan")
         return self._overview or starting
 

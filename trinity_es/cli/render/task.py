@@ -46,8 +46,10 @@ def print_task(
         numbers = ("attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position")
         table = columns("run", "runner", *numbers, right=("run", *numbers), whole=())
         for run, row in sorted(history.made.items()):
+            oldest, newest = row.model_version, row.model_version_end
             table.add_row(
-                str(run), Text(plain(f"{row.runner} #{row.incarnation}")), str(row.attempt), _versions(row),
+                str(run), Text(plain(f"{row.runner} #{row.incarnation}")), str(row.attempt),
+                str(oldest) if oldest == newest else f"{oldest} to {newest}",
                 "" if row.reward is None else f"{row.reward:.4g}", str(row.prompt_tokens), str(row.response_tokens),
                 f"{row.seconds:.2f}", str(row.finish_position),
             )
@@ -147,7 +149,6 @@ def print_run(
 
 
 def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | None) -> None:
-    """Print a task's state, its error if it failed, its row in the taskset, its prompt and its number of runs."""
     out.print(Text(f"batch {plain(history.batch_id)} task {history.task}  ", style="bold") + state_text(history.state))
     if history.reason:
         _line(out, f"because     {error_line(history.reason, 400)}")
@@ -191,25 +192,15 @@ def _print_experience(
             _line(out, f"  {name}: no text was kept; --json has the token ids")
         else:
             _line(out, f"  {name}:")
-            for line in _text_lines(text, None if whole else _SHORT):
-                _line(out, f"  | {line}")
-
-
-def _text_lines(text: str, limit: int | None) -> Iterable[str]:
-    """Yield the lines of a text's first `limit` characters, and a line with the number of the other characters."""
-    for line in text[:limit].split("\n"):
-        yield plain(line)
-    if limit is not None and len(text) > limit:
-        yield f"… {len(text) - limit:,} more characters: --all shows them"
+            limit = len(text) if whole else _SHORT
+            for line in text[:limit].split("\n"):
+                _line(out, f"  | {plain(line)}")
+            if len(text) > limit:
+                _line(out, f"  | … {len(text) - limit:,} more characters: --all shows them")
 
 
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, mean {sum(values) / len(values):.4g}"
-
-
-def _versions(row: RunRow) -> str:
-    oldest, newest = row.model_version, row.model_version_end
-    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def _line(out: Console, text: str) -> None:

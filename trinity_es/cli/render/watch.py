@@ -87,9 +87,7 @@ class RunOverview:
         }
 
 
-def read_overview(
-    log: Log, now: float | None = None, event_count: int = 12, followed: Followed | None = None
-) -> RunOverview:
+def read_overview(log: Log, now: float | None = None, followed: Followed | None = None) -> RunOverview:
     """Read the run's current state from its log. Repeated calls should pass the same `followed` (see `Log.why`)."""
     now = time.time() if now is None else now
     head = log.head().position
@@ -115,7 +113,7 @@ def read_overview(
     open_streams = {batch_stream(row.batch_id) for row in overview.open_batches}
     stalls = log.rare(["StallDetected"], after=first, limit=100, descending=True)
     overview.stalls = list(islice((r for r in stalls if r.stream in open_streams), 5))
-    overview.last = list(log.rare(NOTABLE, limit=event_count, descending=True))[::-1]
+    overview.last = list(log.rare(NOTABLE, limit=12, descending=True))[::-1]
     _measure_throughput(log, overview)
     return overview
 
@@ -168,7 +166,6 @@ def _cut_to_one_line(line: Text) -> Text:
 
 
 def _figures_line(overview: RunOverview) -> Text:
-    """Return the first line: position, time of the last event, throughput, reward."""
     if overview.last_at is None:
         return Text(f"{plain(overview.url)}: no event yet", style="bold")
     silence = overview.now - overview.last_at
