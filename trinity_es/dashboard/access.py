@@ -15,7 +15,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 from trinity_es.dashboard.rendering import render
 
@@ -91,7 +91,8 @@ class AccessMiddleware:
             if not self._is_token(tokens[0]):
                 return _token_form("That token is wrong.")
             other_parameters = urlencode([(n, v) for n, v in query if n != "token"])
-            url = _local_path(scope["path"]) + (f"?{other_parameters}" if other_parameters else "")
+            path = "/" + quote(scope["path"].lstrip("/\\"))  # one slash: `//elsewhere` would be another server
+            url = path + (f"?{other_parameters}" if other_parameters else "")
             return self._log_in(url, secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
         if self._is_token(bearer) or hmac.compare_digest(self._cookie_ticket(headers.get(b"cookie", "")), self.ticket):
@@ -129,20 +130,12 @@ class AccessMiddleware:
         return self._log_in("/", secure=secure) if self._is_token(token) else _token_form("That token is wrong.")
 
     def _log_in(self, url: str, *, secure: bool) -> Any:
-        """Return a redirect to this URL that sets the cookie."""
         from starlette.responses import RedirectResponse
 
         answer = RedirectResponse(url, status_code=303)
         answer.set_cookie(
             self.cookie_name, self.ticket, max_age=WEEK_SECONDS, httponly=True, secure=secure, samesite="lax", path="/")
         return answer
-
-
-def _local_path(path: str) -> str:
-    """Return the path with one leading slash, because `//elsewhere` would redirect to another server."""
-    from urllib.parse import quote
-
-    return "/" + quote(path.lstrip("/\\"))
 
 
 def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:

@@ -15,16 +15,7 @@ from trinity_es.projections.history.attempts import Attempt, BatchTimeline, Task
 from trinity_es.projections.why.answer import span
 
 __all__ = [
-    "Bar",
-    "Cell",
-    "Lane",
-    "Window",
-    "attempts_by_runner",
-    "bar_kind",
-    "cells",
-    "drawing",
-    "lane",
-    "reward_range_of",
+    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "bar_kind", "cells", "drawing", "lane", "reward_range_of",
     "ticks",
 ]
 
@@ -105,7 +96,6 @@ def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) ->
 
 
 def _title(task: int, attempt: Attempt, seconds: float) -> str:
-    """Return the tooltip of an attempt's bar."""
     runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
         f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}")
     message = f"\n{attempt.message[:300]}" if attempt.message else ""

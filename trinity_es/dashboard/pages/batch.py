@@ -72,13 +72,15 @@ def batch(request: PageRequest) -> Page:
         timeline = cached.timeline
         assert timeline is not None
         values = _timeline_values(request, timeline, is_dead=is_dead) | _history_values(request, cached)
-    neighbours = _neighbours(request, row.first_position)
+    config_position, config = request.log.config(row.first_position)
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
-        values=values | neighbours | {
+        values=values | {
             "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
             "losses": sorted(request.log.losses(batch_id).items()),
-            "config": _config_values(request, row.first_position),
+            "before": _first_submission(request, before=row.first_position, descending=True),
+            "after": _first_submission(request, after=row.first_position),
+            "config": (config_position, list(_flatten_config(config))) if config else None,
         },
     )
 
@@ -95,15 +97,11 @@ def select_tasks(timeline: BatchTimeline, state: str, sort: str, descending: boo
     return sort_known_first(chosen, values[sort], descending)
 
 
-def time_window(timeline: BatchTimeline, now: float, *, is_dead: bool) -> Window:
-    """Return the batch's period: to its end, else to now, or in a dead run to its last event."""
-    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else now
-    return Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
-
-
 def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: bool) -> dict[str, Any]:
     """Return the values for the template from the batch's timeline: a page of tasks, the runners and the metrics."""
-    state, window = timeline.state, time_window(timeline, request.now, is_dead=is_dead)
+    state = timeline.state
+    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else request.now
+    window = Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
     sort, task_state = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
     descending = request.choice("order", ("up", "down"), "up") == "down"
     selected_tasks = select_tasks(timeline, task_state, sort, descending)
@@ -148,24 +146,10 @@ def _group_metrics(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     return out
 
 
-def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
-    """Return the ids of the batches that were submitted last before and first after this log position."""
-    return {
-        "before": _first_submission(request, before=position, descending=True),
-        "after": _first_submission(request, after=position, descending=False),
-    }
-
-
 def _first_submission(request: PageRequest, **range_options: Any) -> Any:
     """Return the id of the first batch that was submitted in a range of positions; None if there is none."""
     submission = next(request.log.rare(["BatchSubmitted"], limit=1, **range_options), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
-
-
-def _config_values(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
-    """Return the system's config at this log position: the config's own position, and (key path, value) pairs."""
-    config_position, config = request.log.config(position)
-    return (config_position, list(_flatten_config(config))) if config else None
 
 
 def _flatten_config(value: Any, path: str = "") -> Any:
@@ -262,7 +246,6 @@ def _touched_tasks(recorded: Recorded) -> set[int]:
 
 
 def _figures(state: BatchState) -> list[tuple[str, str]]:
-    """Return the figures of a past state, as (name, text)."""
     failed_count = sum(not s.ok for s in state.statuses.values())
     figures = [
         ("state", state.state.value + (", paused" if state.paused else "")),

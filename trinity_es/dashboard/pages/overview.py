@@ -110,7 +110,6 @@ def _log_values(request: PageRequest) -> dict[str, Any]:
 
 
 def _largest_counts(counts: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the LOSSES_SHOWN largest counts, as (reason, count)."""
     return sorted(counts.items(), key=lambda item: -item[1])[:LOSSES_SHOWN]
 
 
@@ -152,7 +151,6 @@ def _verdict(
 
 # --- curves ---------------------------------------------------------------------------------------------------------
 def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
-    """Group points by the name of their curve."""
     series: dict[str, list[Point]] = {}
     for point in points:
         series.setdefault(point.name, []).append(point)
@@ -184,7 +182,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _throughput(run: Overview) -> dict[str, Any]:
-    """Return data for charts.js: response tokens per second over time."""
     zone = datetime.now().astimezone().utcoffset() or timedelta()  # as the page's head shows it
     return {"x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
             "means_of": 1, "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
@@ -201,7 +198,7 @@ class Bin:
     high: float
 
 
-def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | None:
+def histogram(values: Sequence[float]) -> dict[str, Any] | None:
     """Return a histogram with bars of equal width; None without values.
 
     The last bar ends at the 99th percentile, and also counts all values above it.
@@ -214,10 +211,10 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | Non
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     low, high = ordered[0], quantile(0.99)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
+    width = (high - low) / BINS or 1.0
+    counts = [0] * BINS
     for value in ordered:
-        counts[min(bins - 1, int((value - low) / width))] += 1
+        counts[min(BINS - 1, int((value - low) / width))] += 1
     largest_count = max(counts)
     return {
         "bins": [Bin(100 * n / largest_count, n, low + i * width, low + (i + 1) * width) for i, n in enumerate(counts)],
