@@ -70,21 +70,19 @@ class _Lanes:
 
 def write_trace(file: IO[bytes], recorded: Iterable[Recorded], progress: Callable[[int], None] | None = None) -> int:
     """Write the trace of these events and return the number of its entries. Calls `progress(position)` at times."""
+    def with_progress() -> Iterator[Recorded]:
+        for item in recorded:
+            if progress is not None and item.position % 1000 == 0:
+                progress(item.position)
+            yield item
+
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-    for entry in trace_events(_with_progress(recorded, progress)):
+    for entry in trace_events(with_progress()):
         file.write((b"," if count else b"") + b"\n" + orjson.dumps(entry))
         count += 1
     file.write(b"\n]}\n")
     return count
-
-
-def _with_progress(recorded: Iterable[Recorded], progress: Callable[[int], None] | None) -> Iterator[Recorded]:
-    """Yield the same events; call `progress(position)` at every thousandth position."""
-    for item in recorded:
-        if progress is not None and item.position % 1000 == 0:
-            progress(item.position)
-        yield item
 
 
 def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:

@@ -276,7 +276,7 @@ def make_regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, mo
     """Return the compared turns of a run together with possible reasons for differences."""
     result = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
                           model=model, weights=weights)
-    result.why = _possible_reasons(result, _engine_settings(rollout), rollout.experiences)
+    result.why = _possible_reasons(result)
     return result
 
 
@@ -324,11 +324,9 @@ def compare(experience: Experience, start: int, stop: int, answer: Completion, s
 
 
 # --- why they may differ --------------------------------------------------------------------------------------------
-def _possible_reasons(
-    result: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]
-) -> list[str]:
+def _possible_reasons(result: Regeneration) -> list[str]:
     """Return possible reasons for different tokens, a sentence each."""
-    rollout, reasons = result.rollout, list[str]()
+    rollout, experiences, reasons = result.rollout, result.rollout.experiences, list[str]()
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
         tokens = ", ".join(f"{start} to {stop - 1} by {version}" for version, start, stop in spans)
@@ -356,7 +354,7 @@ def _possible_reasons(
                        "again")
     if changed_weights := _changed_weights(result):
         reasons.append(changed_weights)
-    if config.engine_type != "scripted":
+    if _engine_settings(rollout).engine_type != "scripted":
         reasons.append("an engine computes concurrent requests in one batch, and these were other requests: sums of "
                        "floating-point numbers differ in their last digits, and a near tie goes the other way")
     return reasons

@@ -137,14 +137,12 @@ class Monitors:
             self._call_monitor(name, monitor.close)
 
     def _call_monitor(self, name: str, call: Callable[[], None]) -> None:
-        """Call a monitor, and log its error, if any, once."""
         try:
             call()
         except Exception as e:  # monitors are user code or call servers
             self._warn_once(name, e)
 
     def _warn_once(self, name: str, error: Exception) -> None:
-        """Log the first error of a monitor; its later errors are not logged."""
         if name not in self._warned_names:
             self._warned_names.add(name)
             _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)

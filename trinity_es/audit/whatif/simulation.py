@@ -345,8 +345,12 @@ class Simulation:
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
             self.apply_events(state.batch_id, [event])
             self.attempts[state.batch_id] = self.attempts.get(state.batch_id, 0) + len(event.units)
+            runner = self.runners[event.runner]
             for unit in event.units:
-                self._queue_unit(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
+                seconds, delay, outcome = self._play_unit(state, unit, event.timeout or self.time_limit)
+                key = (state.batch_id, unit.task, unit.run_id_base, unit.attempt)
+                runner.waiting.append((key, seconds, delay, outcome))
+                self._start_waiting_units(runner)
 
     def revoke(self, state: BatchState) -> None:
         """Remove the units of this batch from all runners."""
@@ -356,11 +360,6 @@ class Simulation:
             self._start_waiting_units(runner)
 
     # --- runners ----------------------------------------------------------------------------------------------------
-    def _queue_unit(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
-        seconds, delay, outcome = self._play_unit(state, unit, limit)
-        runner.waiting.append(((state.batch_id, unit.task, unit.run_id_base, unit.attempt), seconds, delay, outcome))
-        self._start_waiting_units(runner)
-
     def _start_waiting_units(self, runner: _Runner) -> None:
         """Start waiting units of a runner while it has free places."""
         while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
