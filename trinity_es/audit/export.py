@@ -30,7 +30,6 @@ from trinity_es.safe_text import event_document, harmless_json
 __all__ = ["Exported", "experience_tables", "export_file", "write_events", "write_experiences"]
 
 CHUNK_ROWS = 256
-"""Number of experiences that are converted and written at once."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,6 @@ BATCHES, TRAINER = 1, 2
 ENGINE = 0
 """Lane of a runner that shows its loading of the engine and of weights."""
 _MAX_CHARACTERS = 500
-"""Maximum length of an error message or other text from users."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,6 @@ LOG_VARIABLE = "TRINITY_ES_LOG"
 RUN_LOGS = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Patterns of the logs of runs (of a trainer, of a config, of `trinity-es demo`), from the working directory."""
 LOGS_HERE = ("*.sqlite", "*.db")
-"""Patterns of logs directly in the working directory."""
 
 LogOption = Annotated[
     str | None,

@@ -26,8 +26,7 @@ __all__ = [
 ]
 
 _FORMAT_KEYS = frozenset(FormatConfig.task_keys())
-_ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
-"""Fields of a task that may hold secrets."""
+_FIELDS_WITH_SECRETS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 _FOREVER_SECONDS = 1e9
 """Longest timeout. Longer ones mean no limit, because timers can't be set that late."""
 
@@ -48,7 +47,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
         try:
             try:
                 # JSON can't hold pydantic's SecretStr: `Secret` takes its place.
-                marked = {name: unmarked(value) for name in _ARGUMENT_FIELDS if (value := getattr(task, name))}
+                marked = {name: unmarked(value) for name in _FIELDS_WITH_SECRETS if (value := getattr(task, name))}
                 data = secret_file.hide(task_to_dict(replace(task, **marked)))
             except RecursionError as e:
                 raise TaskNotSerializable("a value is nested too deeply or contains itself: give a flat value") from e

@@ -271,20 +271,16 @@ class Connection:
         Raises the error with which the system answers, NotRunning if the system is gone, TimeoutError after `timeout`
         seconds, and DataError for a value that can't be encoded.
         """
-        answer: A = self.send(command.name, encode(command), timeout, id=id)
-        return answer
-
-    def send(self, name: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
-        """Send an encoded command and return its answer, as `call` does."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, name, args, self.last_mark, self.name)
+        request = Request(id or uuid.uuid4().hex, command.name, encode(command), self.last_mark, self.name)
         while True:
             self._require_open()
             session = self._session
             try:
                 endpoint = session.take_endpoint()
                 try:
-                    return self._exchange(session, endpoint, request, deadline)
+                    answer: A = self._exchange(session, endpoint, request, deadline)
+                    return answer
                 finally:
                     session.give_back(endpoint)
             except _SystemGone:

@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-"""Folder of the dashboard, with its templates and static files."""
 NONE = Markup('<span class="none">–</span>')
 
 

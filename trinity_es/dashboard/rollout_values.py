@@ -30,9 +30,7 @@ __all__ = [
 TEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or a response that a page shows."""
 MESSAGE_CHARACTERS = 8_000
-"""Maximum number of characters of one message of a conversation."""
 CONVERSATION_CHARACTERS = 200_000
-"""Maximum number of characters of all messages of a conversation."""
 JSON_CHARACTERS = 20_000
 PREVIEW_CHARACTERS = 160
 PREVIEW_BYTES = 32_000_000

@@ -37,9 +37,7 @@ from trinity_es.telemetry.opentelemetry import start_traces
 __all__ = ["Monitors"]
 
 CLOSE_SECONDS = 10.0
-"""How long `close` waits for slow monitors."""
 READ_SECONDS = 0.5
-"""Interval between reads of the log."""
 _TYPES = (*explorer_metrics.TYPES, "BatchTrained")
 _STEP_PREFIXES = ("rollout/", "eval/", "bench/", "explorer/")
 """Prefixes of the explorer's metrics. A trainer's metric with such a prefix gets `trainer/` before it."""

@@ -37,7 +37,6 @@ class Settings:
     runs_per_unit: int | None = None
     """`explorer.max_repeat_times_per_runner`."""
     seed: int = 0
-    """Seed of the random draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,6 @@ class _Flight:
     cut_at: float | None = None
     seconds: float = 0.0
     run_seconds: dict[int, float] = field(default_factory=dict)
-    """Seconds of each completed run."""
     failure_kinds: dict[int, str] = field(default_factory=dict)
     is_unblamed: bool = False
     """True if the runner was lost and the attempt does not count as failed."""

@@ -33,9 +33,7 @@ BatchArgument = Annotated[
     str, typer.Argument(metavar="BATCH", help="Id of the batch, as `trinity-es batches` shows it: 3, or 0/letters.")
 ]
 MAX_ROWS = 50
-"""Number of batches that are listed without --all, --limit or --since."""
 MAX_TASKS = 40
-"""Number of tasks that `show` prints without --all."""
 
 
 def batches(

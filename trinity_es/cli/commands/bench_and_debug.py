@@ -24,7 +24,6 @@ from trinity_es.safe_text import error_line, plain
 __all__ = ["bench", "debug", "run_benchmark"]
 
 SHOWN_CHARACTERS = 2000
-"""Number of characters of a prompt or an answer that are printed; the files have all of it."""
 
 
 def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:

@@ -24,9 +24,7 @@ from trinity_es.safe_text import plain
 __all__ = ["env", "show", "tokens"]
 
 MAX_TOKENS = 200
-"""Maximum number of generated tokens that `check` prints of an experience."""
 MAX_CHARACTERS = 1000
-"""Maximum number of characters that `check` prints of a piece of text."""
 HELP = """Install verifiers environments, each in its own virtualenv, and try them.
 
 \b

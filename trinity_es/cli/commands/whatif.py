@@ -16,7 +16,6 @@ from trinity_es.safe_text import plain
 __all__ = ["what_if"]
 
 LAST_BATCHES = 10
-"""Number of batches that are simulated if none is named."""
 
 
 def what_if(

@@ -19,9 +19,7 @@ from trinity_es.safe_text import clock, event_line, plain
 __all__ = ["print_batch_changes", "print_fork", "print_runs"]
 
 _VALUE_CHARACTERS = 70
-"""Maximum number of characters that are printed of a value."""
 _MAX_ROWS = 20
-"""Maximum number of changes, events and batches shown; --json has all."""
 
 
 def print_batch_changes(

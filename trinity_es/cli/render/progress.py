@@ -28,7 +28,6 @@ __all__ = ["RunView", "kept_tokens", "last_failure", "open_seconds", "step_rewar
 
 REDRAWS_PER_SECOND = 4
 READ_SECONDS = 0.2
-"""Interval between reads of the log."""
 MAX_LINES = 24
 """Maximum height of the overview, so that earlier output stays visible."""
 PRINTED_TYPES = (

@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 MAX_ROWS = 50
-"""Maximum number of rows that a table shows; `--json` has all."""
 
 
 def _table(*names: str, right: Sequence[str] = ()) -> Table:

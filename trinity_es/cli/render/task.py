@@ -21,9 +21,7 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Number of characters of a text that are printed without --all."""
 _MAX_LINES = 100
-"""Maximum number of printed events, of attempts, and of journal parts of a run; --json has all."""
 _BAR_WIDTH = 30
-"""Width of an attempt's bar, in characters."""
 
 
 def print_task(

@@ -28,9 +28,7 @@ EVENTS_PER_PART = 200
 MAX_DRAWN = 1000
 """Maximum number of attempts of a batch for which bars by runner are drawn."""
 GRID_TASKS = 384
-"""Number of tasks in the grid of a past state."""
 EVENT_CHARACTERS = 6000
-"""Maximum number of characters that are shown of a stored event."""
 EVENT_BYTES = 200_000
 """Stored events of this size and more are shown without indentation."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")

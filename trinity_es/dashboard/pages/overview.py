@@ -24,11 +24,9 @@ CURVE_POINTS = 600
 """Maximum number of points of a curve. If there are more, neighbours are averaged."""
 BINS = 24
 DISTRIBUTION_BATCHES = 10
-"""Number of newest batches whose distributions are shown."""
 OPEN_BATCHES_SHOWN = 8
 EVENTS_SHOWN = 12
 LOSSES_SHOWN = 6
-"""Maximum number of reasons that are shown for each kind of loss."""
 
 T = TypeVar("T")
 

@@ -22,7 +22,6 @@ from trinity_es.safe_text import devices, summary
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 
 BATCHES_PER_PAGE = 10
-"""Number of batches whose events one page of a runner reads."""
 MAX_EVENTS = 40
 MAX_LIVES = 200
 WEIGHTS_EVENTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")

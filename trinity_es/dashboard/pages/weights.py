@@ -14,7 +14,6 @@ PER_PAGE = 40
 MAX_ADAPTER_EVENTS = 2000
 """Maximum number of events of LoRA adapters that the page reads, beginning with the newest."""
 MAX_BATCHES = 200
-"""Maximum number of batches on the page of one version."""
 
 
 def weights(request: PageRequest) -> Page:
