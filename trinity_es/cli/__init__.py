@@ -134,7 +134,7 @@ def _message(error: Exception) -> str | None:
     """Return the message of an error that users can cause; None for a bug."""
     if isinstance(error, TrinityError):
         return error.message
-    if isinstance(error, FileNotFoundError) and not error.filename and _is_folder_gone():
+    if isinstance(error, FileNotFoundError) and not error.filename and _is_working_directory_gone():
         return f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one"
     if isinstance(error, OSError):  # TimeoutError is one
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
@@ -143,8 +143,7 @@ def _message(error: Exception) -> str | None:
     return None
 
 
-def _is_folder_gone() -> bool:
-    """Return True if the working directory was deleted."""
+def _is_working_directory_gone() -> bool:
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -157,7 +157,6 @@ async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signa
 
 
 def _last_position(settings: Config) -> int:
-    """Return the last position of the log; 0 if the log does not exist yet."""
     try:
         with open_log(settings.store.url) as log:
             return log.head().position

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 __all__ = [
-    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "named", "number", "percent",
+    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "named", "number",
     "render", "state", "when", "zone",
 ]
 
@@ -45,10 +45,6 @@ def number(value: float | None, digits: int = 3) -> str | Markup:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.4g}"
-
-
-def percent(part: float, whole: float) -> str:
-    return "0" if not whole else f"{100 * part / whole:.0f}"
 
 
 def clock(seconds: float | None) -> str | Markup:
@@ -140,8 +136,7 @@ def environment() -> Environment:
         "batch_url": page_urls.batch_url, "rollout_url": page_urls.rollout_url, "runner_url": page_urls.runner_url,
         "rollouts_url": page_urls.rollouts_url, "weights_url": page_urls.weights_url,
         "rollout_of": lambda batch_id, task: partial(page_urls.rollout_url, batch_id, task),
-        "link": page_urls.link, "json_data": json_data, "percent": percent,
-        "none_value": None, "bar": bar, "named": named, "zone": zone,
+        "link": page_urls.link, "json_data": json_data, "none_value": None, "bar": bar, "named": named, "zone": zone,
     }
     return env
 

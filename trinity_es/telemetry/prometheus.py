@@ -35,7 +35,7 @@ HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 class _Facts:
-    """Input of the metrics of one scrape, read from the log."""
+    """Input of the metrics of one scrape, read from the log. Package prometheus_client calls `collect`."""
 
     def __init__(self, log: Log, now: float) -> None:
         head = log.head()
@@ -64,6 +64,18 @@ class _Facts:
     def host_names(self) -> list[str]:
         """Return "" for the head's host and the name of each host that ever joined; [] if no host joined."""
         return ["", *sorted({life.host for life in self.hosts})] if self.hosts else []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in METRICS:
+            family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = family_class(metric.name, metric.help, labels=list(metric.labels))
+            for labels, value in metric.read(self):
+                family.add_metric(labels, value)
+            # Metrics of hosts are left out if no host has joined; others without samples still show their help.
+            if family.samples or not metric.name.startswith("trinity_es_host"):
+                yield family
 
 
 Samples = Iterator[tuple[tuple[str, ...], float]]
@@ -220,27 +232,8 @@ def prometheus_text(log: Log, now: float | None = None) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(_Collector(_Facts(log, time.time() if now is None else now)))
+    registry.register(_Facts(log, time.time() if now is None else now))
     return generate_latest(registry)
-
-
-class _Collector:
-    """Collector of `METRICS` with the interface that the package prometheus_client requires."""
-
-    def __init__(self, facts: _Facts) -> None:
-        self._facts = facts
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        for metric in METRICS:
-            family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = family_class(metric.name, metric.help, labels=list(metric.labels))
-            for labels, value in metric.read(self._facts):
-                family.add_metric(labels, value)
-            # Metrics of hosts are left out if no host has joined; others without samples still show their help.
-            if family.samples or not metric.name.startswith("trinity_es_host"):
-                yield family
 
 
 def main() -> None:

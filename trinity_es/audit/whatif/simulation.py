@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import units_ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
+from trinity_es.audit.whatif.history import Anchor, Duration, History, Life, PastBatch, Settings, WeightsUpdate
 from trinity_es.audit.whatif.recorded_durations import combine_seconds
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
@@ -87,8 +87,8 @@ class Simulation:
         self.grace_begun_ids: set[BatchId] = set()
         """Batches whose extra wait `over_rollout.wait_after_min` has begun; in `grace_over_ids` it is over."""
         self.grace_over_ids: set[BatchId] = set()
-        self.attempts: dict[BatchId, int] = {}
-        self.drawn_counts: dict[BatchId, int] = {}
+        self.attempts: Counter[BatchId] = Counter()
+        self.drawn_counts: Counter[BatchId] = Counter()
         self.runners: dict[str, _Runner] = {}
         self.duration_pools: dict[tuple[BatchId, bool], list[Duration]] = {}
 
@@ -131,6 +131,11 @@ class Simulation:
         for anchor in list(missing):
             self.waiting_calls.setdefault(anchor, []).append(partial(note_reached, anchor))
 
+    def _call_as_recorded(self, at: float, call: Callable[[], None], *anchors: Anchor) -> None:
+        """Schedule `call` with the recorded delay of time `at` from the last anchor before it, and after `anchors`."""
+        anchor, delay = self.past.last_anchor_before(at)
+        self.call_after_anchors([*anchors, anchor], delay, call)
+
     # --- events that the coordinator does not decide ----------------------------------------------------------------
     def _plan_runners(self) -> None:
         """Schedule as many runners as the settings say: the recorded ones, then additional ones that never die."""
@@ -138,20 +143,21 @@ class Simulation:
         count = len(names) if self.settings.runners is None else self.settings.runners
         for name in names[:count]:
             for life in (life for life in self.past.lives if life.runner == name):
-                self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.is_blamed)
+                self._plan_life(life)
         places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
         for i in range(len(names), count):
-            self._plan_life(f"further runner {i}", 1, places, self.begun_at, None, True)
+            self._plan_life(Life(runner=f"further runner {i}", incarnation=1, places=places, ready_at=self.begun_at,
+                                 ended_at=None))
 
-    def _plan_life(
-        self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, is_blamed: bool
-    ) -> None:
-        """Schedule the start and, if `ended_at` is set, the death of one process of a runner."""
+    def _plan_life(self, life: Life) -> None:
+        """Schedule the start and, if it ended, the death of one process of a runner."""
+        name, incarnation = life.runner, life.incarnation
+
         def start() -> None:
-            runner = self.runners.setdefault(name, _Runner(name, places))
-            runner.places = self.settings.max_concurrency or places
+            runner = self.runners.setdefault(name, _Runner(name, life.places))
+            runner.places = self.settings.max_concurrency or life.places
             runner.incarnation, runner.is_ready, runner.loads_in_progress = incarnation, True, 0
-            runner.unit_seconds = self.past.unit_seconds if ready_at <= self.begun_at else None
+            runner.unit_seconds = self.past.unit_seconds if life.ready_at <= self.begun_at else None
             self.dispatch()
 
         def die() -> None:
@@ -162,25 +168,24 @@ class Simulation:
             runner.waiting.clear()
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
-                events = decisions.lose_runner(self.states[batch_id], name, incarnation, "it died", blamed=is_blamed)
+                events = decisions.lose_runner(
+                    self.states[batch_id], name, incarnation, "it died", blamed=life.is_blamed)
                 self.apply_events(batch_id, events)
                 self.finalize_if_enough(batch_id)
             self.dispatch()
 
-        if ready_at <= self.begun_at:
+        if life.ready_at <= self.begun_at:
             self.call_after_anchors([("begin", None)], 0.0, start)
         else:
-            anchor, delay = self.past.last_anchor_before(ready_at)
-            self.call_after_anchors([anchor], delay, start)
-        if ended_at is not None:
-            anchor, delay = self.past.last_anchor_before(ended_at)
-            self.call_after_anchors([anchor], delay, die)
+            self._call_as_recorded(life.ready_at, start)
+        if life.ended_at is not None:
+            self._call_as_recorded(life.ended_at, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
         """Schedule a batch's recorded submission, the request to finalize it, its abort and its train step."""
-        anchor, delay = self.past.last_anchor_before(batch.submitted_at)
-        self.call_after_anchors([anchor], delay, lambda: self.submit(batch))
-        anchors: list[Anchor] = [("submit", batch.batch_id)]
+        self._call_as_recorded(batch.submitted_at, lambda: self.submit(batch))
+        submission: Anchor = ("submit", batch.batch_id)
+        anchors = [submission]
         earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
                    and b.submitted_at < batch.submitted_at and b.ended_at is not None]
         # The trainer asks for batches in order, unless the record shows otherwise.
@@ -189,17 +194,15 @@ class Simulation:
         delay = 0.0
         if batch.was_requested_late and batch.finalizing_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
-            anchors = [("submit", batch.batch_id), anchor]
+            anchors = [submission, anchor]
             delay = min(delay, batch.finalizing_at - batch.submitted_at)
         self.call_after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
-            anchor, delay = self.past.last_anchor_before(batch.ended_at)
-            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
+            self._call_as_recorded(batch.ended_at, lambda: self.abort(batch.batch_id), submission)
         for addition in (a for a in batch.additions if a.missing is None):
-            anchor, delay = self.past.last_anchor_before(addition.added_at)
             add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
-            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
+            self._call_as_recorded(addition.added_at, add_tasks, submission)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
@@ -209,7 +212,6 @@ class Simulation:
 
     def _plan_weights(self, change: WeightsUpdate) -> None:
         """Schedule a publication of weights. A runner without a recorded load takes the median time."""
-        anchor, delay = self.past.last_anchor_before(change.published_at)
         median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
         def publish() -> None:
@@ -228,7 +230,7 @@ class Simulation:
                 runner.version = change.version
                 self.dispatch()
 
-        self.call_after_anchors([anchor], delay, publish)
+        self._call_as_recorded(change.published_at, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
     def apply_events(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
@@ -344,7 +346,7 @@ class Simulation:
         ]
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
             self.apply_events(state.batch_id, [event])
-            self.attempts[state.batch_id] = self.attempts.get(state.batch_id, 0) + len(event.units)
+            self.attempts[state.batch_id] += len(event.units)
             runner = self.runners[event.runner]
             for unit in event.units:
                 seconds, delay, outcome = self._play_unit(state, unit, event.timeout or self.time_limit)
@@ -373,13 +375,13 @@ class Simulation:
             return  # the unit was revoked, or its runner died
         runner.playing.discard(unit)
         self._start_waiting_units(runner)
-        self.call_after(delay, lambda: self._send_outcome(runner, incarnation, outcome))
 
-    def _send_outcome(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
-        """Send an outcome. Outcomes sent within TOGETHER_SECONDS arrive in one message."""
-        if not runner.outcomes:
-            self.call_after(TOGETHER_SECONDS, lambda: self._receive_outcomes(runner, incarnation))
-        runner.outcomes.append(outcome)
+        def send_outcome() -> None:
+            if not runner.outcomes:
+                self.call_after(TOGETHER_SECONDS, lambda: self._receive_outcomes(runner, incarnation))
+            runner.outcomes.append(outcome)
+
+        self.call_after(delay, send_outcome)
 
     def _receive_outcomes(self, runner: _Runner, incarnation: int) -> None:
         """Record the outcomes of a runner, as the coordinator does, and finalize batches that have enough."""
@@ -416,7 +418,7 @@ class Simulation:
         """Return the duration of a run, recorded or else drawn, and cut at the time limit."""
         duration = past.durations.get((task, run, attempt))
         if duration is None or duration.cut:
-            self.drawn_counts[past.batch_id] = self.drawn_counts.get(past.batch_id, 0) + 1
+            self.drawn_counts[past.batch_id] += 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
             duration = self._draw_duration(self._duration_pool(past, attempt > 1), chance, duration)
         if duration.kind == "timeout":

@@ -165,7 +165,6 @@ def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | Non
 def _print_experience(
     out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], *, whole: bool
 ) -> None:
-    """Print an experience: tokens, weights, reward, whether it was delivered, and its texts (cut unless `whole`)."""
     oldest, newest = e.model_versions
     to_newest = "" if newest == oldest else f" to {newest}"
     versions = "" if oldest is None else f", weights {plain(oldest, 20)}{to_newest}"
