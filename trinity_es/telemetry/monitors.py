@@ -183,7 +183,7 @@ class Monitors:
         if self._jsonl is not None:
             try:
                 with self._jsonl_lock:
-                    written_position = self._jsonl.begin((row for _, row in rows.values()), line_ids)
+                    written_position = self._jsonl.rewrite((row for _, row in rows.values()), line_ids)
             except OSError as e:
                 self._warn_once("jsonl", e)
         for is_repeated, (metrics, step, position, _) in rows.values():

@@ -147,7 +147,7 @@ class History:
     config: dict[str, Any]
     batches: list[PastBatch]
     lives: list[Life]
-    changes: list[WeightsUpdate]
+    updates: list[WeightsUpdate]
     pace: ev.PaceMeasured | None
     """Speed of attempts before the first of these batches, from which dynamic timeouts follow."""
     unit_seconds: float | None

@@ -80,8 +80,8 @@ class Simulation:
         self.waiting_calls: dict[Anchor, list[Callable[[], None]]] = {}
         self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
-        self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
-        """Pipelines of each batch that will leave too few groups, with the tasks that are added after each."""
+        self.additions = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
+        """Tasks that the client will add to each batch, each time because a pipeline leaves too few groups."""
         self.awaited_ids: set[BatchId] = set()
         """Batches that a caller waits to finalize."""
         self.grace_begun_ids: set[BatchId] = set()
@@ -98,8 +98,8 @@ class Simulation:
         self._plan_runners()
         for batch in self.past.batches:
             self._plan_batch(batch)
-        for change in self.past.changes:
-            self._plan_weights(change)
+        for update in self.past.updates:
+            self._plan_weights(update)
         self.reach_anchor(("begin", None))
         while self.queue:
             self.now, _, call = heapq.heappop(self.queue)
@@ -210,27 +210,27 @@ class Simulation:
             delay = batch.trained_at - max(at for at, a in self.past.anchors if a in anchors)
             self.call_after_anchors(anchors, delay, lambda: self.reach_anchor(("trained", batch.batch_id)))
 
-    def _plan_weights(self, change: WeightsUpdate) -> None:
+    def _plan_weights(self, update: WeightsUpdate) -> None:
         """Schedule a publication of weights. A runner without a recorded load takes the median time."""
-        median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
+        median_seconds = sorted(update.loads.values())[len(update.loads) // 2] if update.loads else 0.0
 
         def publish() -> None:
             longest = 0.0
             for runner in self.runners.values():
                 if runner.is_ready:
-                    load_seconds = change.loads.get(runner.name, median_seconds)
+                    load_seconds = update.loads.get(runner.name, median_seconds)
                     longest = max(longest, load_seconds)
                     runner.loads_in_progress += 1
                     self.call_after(load_seconds, partial(end_load, runner, runner.incarnation))
-            self.call_after(longest, lambda: self.reach_anchor(("weights", change.version)))
+            self.call_after(longest, lambda: self.reach_anchor(("weights", update.version)))
 
         def end_load(runner: _Runner, incarnation: int) -> None:
             if runner.incarnation == incarnation and runner.loads_in_progress:
                 runner.loads_in_progress -= 1
-                runner.version = change.version
+                runner.version = update.version
                 self.dispatch()
 
-        self._call_as_recorded(change.published_at, publish)
+        self._call_as_recorded(update.published_at, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
     def apply_events(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
@@ -286,8 +286,8 @@ class Simulation:
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
-            rounds = self.rounds[batch_id]
-            seconds = rounds[0].pipeline_seconds if rounds else self.past_batches[batch_id].pipeline_seconds
+            additions = self.additions[batch_id]
+            seconds = additions[0].pipeline_seconds if additions else self.past_batches[batch_id].pipeline_seconds
             self.call_after(seconds, lambda: self._end_pipeline(batch_id))
 
     def _end_grace(self, batch_id: BatchId) -> None:
@@ -299,8 +299,8 @@ class Simulation:
         """End the batch. If the recorded pipeline left too few groups, the client adds tasks instead."""
         if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
             return
-        if rounds := self.rounds[batch_id]:
-            addition = rounds.popleft()
+        if additions := self.additions[batch_id]:
+            addition = additions.popleft()
             self.apply_events(batch_id, [*filter(None, [addition.missing])])
             self.awaited_ids.discard(batch_id)  # until its caller has added tasks
             self.call_after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
