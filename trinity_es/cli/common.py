@@ -96,9 +96,9 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
         return log
     if config is not None:
         return read_config(config).store.url
-    if os.environ.get(LOG_VARIABLE):
-        note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
-        return os.environ[LOG_VARIABLE]
+    if url := os.environ.get(LOG_VARIABLE):
+        note(f"log: {masked(url)} (from {LOG_VARIABLE})")
+        return url
     logs = [path for pattern in RUN_LOGS for path in Path().glob(pattern)]
     if not logs:
         return _only_log_here()

@@ -6,6 +6,7 @@ import getpass
 import os
 import socket
 import uuid
+from dataclasses import asdict
 from typing import Any
 
 from trinity_es.config.config import Config
@@ -16,9 +17,6 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.remembered_log_end import memory
 
 __all__ = ["accept"]
-
-
-STREAM = "system"
 
 
 def accept(config: Config, reason: str) -> dict[str, Any] | None:
@@ -42,15 +40,12 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
             return None
         generation = uuid.uuid4().hex
         event = accepted(head, lost_claims, generation, person, reason)
-        write = Write(stream=STREAM, expected_version=log.stream_version(STREAM), events=[event])
+        write = Write(stream="system", expected_version=log.stream_version("system"), events=[event])
         appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
         assert log.acknowledged is not None
         own_memory.keep_only(log.acknowledged)
-    return {"position": appended.first_position, "first": event.first, "last": event.last, "kept": event.kept,
-            "generation_before": event.generation_before, "generation": generation, "by": person, "reason": reason,
-            "lost": [{"generation": claim.generation, "position": claim.position, "hash": claim.hash, "by": claim.by}
-                     for claim in event.lost]}
+    return {"position": appended.first_position, **asdict(event)}
 
 
 def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:

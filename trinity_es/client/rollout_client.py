@@ -187,7 +187,6 @@ class RolloutClient(SystemClient):
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Abort a batch and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
-        argument_checks.text("reason", reason)
         self._link.call(commands.AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results))
 

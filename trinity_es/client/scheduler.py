@@ -276,8 +276,8 @@ class Scheduler:
 
     async def _cancel_open_tasks(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
         """Cancel the open tasks of a batch (None: of all scheduled batches). `partial`: see `return_partial_tasks`."""
-        return_partial = None if partial is None else bool(partial)
-        await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=return_partial))
+        await self._ask(commands.DropOpenTasks(
+            batch_id=batch_id, reason=reason, return_partial=None if partial is None else bool(partial)))
 
     async def _results(
         self, read: ReadResults, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,

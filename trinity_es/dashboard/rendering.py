@@ -136,7 +136,7 @@ def environment() -> Environment:
         "batch_url": page_urls.batch_url, "rollout_url": page_urls.rollout_url, "runner_url": page_urls.runner_url,
         "rollouts_url": page_urls.rollouts_url, "weights_url": page_urls.weights_url,
         "rollout_of": lambda batch_id, task: partial(page_urls.rollout_url, batch_id, task),
-        "link": page_urls.link, "json_data": json_data, "none_value": None, "bar": bar, "named": named, "zone": zone,
+        "link": page_urls.link, "json_data": json_data, "bar": bar, "named": named, "zone": zone,
     }
     return env
 

