@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,8 @@ from trinity_es.events.values import Task, shown, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
 __all__ = [
-    "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "text", "timeout_seconds", "whole_number",
+    "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "reason_with_caller", "text",
+    "timeout_seconds", "whole_number",
 ]
 
 _FORMAT_KEYS = frozenset(FormatConfig.task_keys())
@@ -108,6 +111,12 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise DataError(f"{name} is {shown(value)}: a text is expected")
     return value
+
+
+def reason_with_caller(reason: Any) -> str:
+    """Return `reason` with the pid and host of this process, for the log. Raises DataError unless it is a str."""
+    caller = f"pid {os.getpid()} on {socket.gethostname()} asked for this"
+    return f"{caller}: {reason}" if text("reason", reason) else caller
 
 
 def list_of(name: str, value: Any, items: str) -> list[Any]:

@@ -7,8 +7,6 @@ store, which the client's process opens itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 import uuid
@@ -198,11 +196,9 @@ class RolloutClient(SystemClient):
         or unknown task, and for a batch that has ended, because its result is final.
         """
         numbers = [tasks] if isinstance(tasks, int) else argument_checks.list_of("tasks", tasks, "numbers of tasks")
-        argument_checks.text("reason", reason)
-        caller = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
         self._link.call(commands.RedoTasks(
             batch_id=require_batch_id(batch_id), tasks=[argument_checks.whole_number("tasks", n) for n in numbers],
-            reason=f"{reason} ({caller})" if reason else caller,
+            reason=argument_checks.reason_with_caller(reason),
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:

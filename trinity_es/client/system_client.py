@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -115,14 +113,12 @@ class SystemClient:
         if name not in incarnations:
             raise RunnerNotFound(f"there is no runner {name!r}. The runners are: "
                                  f"{', '.join(sorted(incarnations)) or 'none'}")
-        caller = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         command = RestartRunner(
             runner=name,
             incarnation=incarnations[name],  # so a request that arrives twice ends one process only
-            reason=f"{caller}: {reason}" if reason else caller,
+            reason=argument_checks.reason_with_caller(reason),
         )
-        answer = self._link.call(command, max(0.0, deadline - time.monotonic()))
-        return dict(answer)
+        return dict(self._link.call(command, max(0.0, deadline - time.monotonic())))
 
     def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Add or remove running vLLM servers (`engine_type: http`). Returns all servers after the change.
@@ -138,9 +134,7 @@ class SystemClient:
 
         Returns the host's epoch and the number of its current units. Raises HostNotFound.
         """
-        caller = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
-        answer = self._link.call(DrainHost(host=name, reason=f"{caller}: {reason}" if reason else caller))
-        return dict(answer)
+        return dict(self._link.call(DrainHost(host=name, reason=argument_checks.reason_with_caller(reason))))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return the current activity of every runner, by name; its keys are documented in `actors.activity`."""
