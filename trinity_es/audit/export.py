@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, P
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_rows import ParquetTable, json_lines
 from trinity_es.events.store.payloads.experiences import ExperienceReader
-from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import PayloadStore, later
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolve_timeline
 from trinity_es.projections.reading.log_reader import Log
@@ -54,9 +54,9 @@ def experience_tables(
     submission of a batch id. With `as_made` they are the experiences that the runners produced, before any filter, also
     of open batches. Updates `result` meanwhile. Raises LogNotFound if there is no payload store.
     """
-    freed, store = log.freed(), None
+    freed = log.freed()
     streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
-    try:
+    with closing(later(log.payloads)) as store:
         for row in log.batches():
             if streams is not None and batch_stream(row.batch_id) not in streams:
                 continue
@@ -74,17 +74,12 @@ def experience_tables(
                     result.freed.append(row.batch_id)
                     continue
                 result.batches += 1
-                store = store or log.payloads()
                 owner, trained_step = f"batch {row.batch_id!r}", batch.state.trained_step
                 yield from _read_tables(store, refs, owner, run_rows, trained_step, result)
         if batch_ids is None and not as_made:
             for item in log.read(stream="experiences", types=["ExperiencesProcessed"]):
                 assert isinstance(item.event, ev.ExperiencesProcessed)
-                store = store or log.payloads()
                 yield from _read_tables(store, item.event.experiences, f"position {item.position}", {}, None, result)
-    finally:
-        if store is not None:
-            store.close()
 
 
 def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:

@@ -118,7 +118,8 @@ class SystemClient:
             incarnation=incarnations[name],  # so a request that arrives twice ends one process only
             reason=argument_checks.reason_with_caller(reason),
         )
-        return dict(self._link.call(command, max(0.0, deadline - time.monotonic())))
+        answer = self._link.call(command, max(0.0, deadline - time.monotonic()))
+        return dict(answer)
 
     def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Add or remove running vLLM servers (`engine_type: http`). Returns all servers after the change.
@@ -134,7 +135,8 @@ class SystemClient:
 
         Returns the host's epoch and the number of its current units. Raises HostNotFound.
         """
-        return dict(self._link.call(DrainHost(host=name, reason=argument_checks.reason_with_caller(reason))))
+        answer = self._link.call(DrainHost(host=name, reason=argument_checks.reason_with_caller(reason)))
+        return dict(answer)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return the current activity of every runner, by name; its keys are documented in `actors.activity`."""

@@ -17,6 +17,7 @@ from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
 from trinity_es.events.store.payloads.experiences import ExperienceReader
+from trinity_es.events.store.payloads.payloads import later
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log
@@ -78,13 +79,7 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
     """
     texts: dict[tuple[BatchId, int, int], str] = {}
     stored_rows = [row for row in rows if row.payload is not None]
-    if not stored_rows:
-        return texts
-    try:
-        payloads = log.payloads()
-    except TrinityError:
-        return texts
-    with closing(payloads):
+    with closing(later(log.payloads)) as payloads:
         reader, last_digest = ExperienceReader(payloads), ""
         bytes_left = PREVIEW_BYTES
         for row in sorted(stored_rows, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):

@@ -157,6 +157,5 @@ class History:
 
     def last_anchor_before(self, at: float) -> tuple[Anchor, float]:
         """Return the last anchor before this time, and the seconds since then."""
-        first = self.anchors[0]
-        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
+        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), self.anchors[0])
         return anchor, at - when

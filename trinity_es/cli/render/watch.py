@@ -182,10 +182,9 @@ def _runners_table(overview: RunOverview) -> Table:
     for life in overview.runners:
         since = life.ended_at or life.ready_at or life.started_at
         state = "loading" if life.how == "running" and life.ready_at is None else life.how
-        deaths = overview.deaths.get(life.runner, 0)
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 40)), state_text(state), str(life.model_version),
-            counted_text(deaths), when(since),
+            counted_text(overview.deaths.get(life.runner, 0)), when(since),
         )
     return table
 
