@@ -39,7 +39,7 @@ from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, settings_phrase
 
 __all__ = [
-    "explore", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
+    "explore", "play_part", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
 ]
 
 _QUIET_ENVIRONMENT = {
@@ -121,7 +121,7 @@ def run_with_view(
     try:
         with RunView(settings.store.url, out, total_steps=total_steps, after=_last_position(settings)):
             try:
-                return asyncio.run(_play_part(part, play, signals))
+                return asyncio.run(play_part(part, play, signals))
             except BaseException as e:
                 if signals or isinstance(e, KeyboardInterrupt):
                     command = resume_command(settings.masked()["store"]["url"])
@@ -137,7 +137,7 @@ def run_with_view(
         raise typer.Exit(128 + signals[0]) from None
 
 
-async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
+async def play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
     """Prepare a part, await `play` and shut the part down. SIGTERM and SIGHUP cancel it, and are added to `signals`."""
     task = asyncio.current_task()
     assert task is not None

@@ -9,12 +9,12 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
+from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
-from trinity_es.events.errors import LogNotFound, NotALog
-from trinity_es.events.store.checks.log_end import Claim, Memory, accepted
+from trinity_es.events.store.checks.log_end import accepted
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.system.remembered_log_end import memory
+from trinity_es.system.remembered_log_end import memory, rewind_message
 
 __all__ = ["accept"]
 
@@ -25,16 +25,14 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     An event is lost if this host remembers it and the log lacks it. A system that runs on the store is ended first,
     because its processes hold state of the lost events. Raises the errors of EventLog.open.
     """
-    from trinity_es.client.teardown import end_system
-
-    own_memory = memory(config)
-    if not _lost_claims(config, own_memory):
+    if rewind_message(config) is None:
         return None
     end_system(config)
     url = config.store.url
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         person = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
+        own_memory = memory(config)
         head, lost_claims = log.lost_claims(log.remembered_claims(own_memory))
         if not lost_claims:
             return None
@@ -46,12 +44,3 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
         assert log.acknowledged is not None
         own_memory.keep_only(log.acknowledged)
     return {"position": appended.first_position, **asdict(event)}
-
-
-def _lost_claims(config: Config, own_memory: Memory) -> list[Claim]:
-    """Return this host's remembered positions that the log does not have; all of them if there is no log."""
-    try:
-        with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost_claims(log.remembered_claims(own_memory))[1]
-    except (LogNotFound, NotALog):
-        return [claim for claim in own_memory.claims() if claim.mark.position]

@@ -254,9 +254,8 @@ def down(
         return
     running = running_system.find(settings)
     killed_count, left_pids = end_system(settings)
-    deadline = time.monotonic() + RUN_ENDS_SECONDS
-    while (run_pids := set(run_lock.holders(settings).values())) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    running_system.wait_for(lambda: not run_lock.holders(settings), RUN_ENDS_SECONDS)
+    run_pids = set(run_lock.holders(settings).values())
     if as_json:
         common.print_json({"was_running": running is not None, "killed": killed_count, "left": left_pids,
                            "run": sorted(run_pids)})
