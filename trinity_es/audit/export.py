@@ -142,7 +142,7 @@ def _table(
 
 
 def _serving_runner(info: dict[str, Any]) -> str | None:
-    """Return the runner that the info of an answer of mode `serve` names, as it has no batch; None for others."""
+    """Return the runner of an answer of mode `serve`, which belongs to no batch; None for other experiences."""
     runner = info.get("runner") if "message_id" in info else None
     return runner if isinstance(runner, str) else None
 

@@ -21,9 +21,9 @@ from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS
 from trinity_es.safe_text import plain, summary
 
-__all__ = ["MEANWHILE", "trace_events", "write_trace"]
+__all__ = ["OTHER_TYPES", "trace_events", "write_trace"]
 
-MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
+OTHER_TYPES = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
 """Types of the events that a trace shows in addition to a batch's own events."""
 
 BATCHES, TRAINER = 1, 2

@@ -65,7 +65,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     silence_libraries()
     remembered_log_end.require_remembered(settings)  # before anything relies on the log
     if resuming:
-        _require_led_here(settings)
+        _require_made_by_run(settings)
     part: RunProcess
     if settings.mode == "train":
         part = trainer = TrainerProcess(settings)
@@ -96,8 +96,8 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         part.release()
 
 
-def _require_led_here(settings: Config) -> None:
-    """Raise ConfigError if the log has batches of another program than `trinity-es run`, so no tasksets."""
+def _require_made_by_run(settings: Config) -> None:
+    """Raise ConfigError if another program than `trinity-es run` made the log's batches."""
     with contextlib.suppress(LogNotFound), open_log(settings.store.url) as log:
         has_batches = any(log.count_batches(batch_type=batch_type) for batch_type in ("train", "collect"))
         if has_batches and not log.streams("taskset/"):

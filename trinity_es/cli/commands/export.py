@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.audit.export import export_file, write_events, write_experiences
-from trinity_es.audit.perfetto import MEANWHILE, write_trace
+from trinity_es.audit.perfetto import OTHER_TYPES, write_trace
 from trinity_es.cli import common
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log
@@ -126,7 +126,7 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
         rows = [log.batch_row(b) for b in chosen]
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
         batch_events = [log.events(r.batch_id, r.first_position - 1) for r in rows]
-        recorded = merge(*batch_events, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
+        recorded = merge(*batch_events, log.rare(OTHER_TYPES, after=first, before=end + 1), key=lambda r: r.position)
     with export_file(path) as file:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)
