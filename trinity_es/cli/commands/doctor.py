@@ -116,21 +116,17 @@ def _print_and_exit(findings: list[Finding], as_json: bool, success: str) -> Non
     if as_json:
         print_json({"ok": not problems, "findings": [asdict(f) for f in findings]})
     else:
-        _print_findings(findings)
-        console().print(Text(problems or success, style="red" if problems else "green"))
+        out = console()
+        signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
+                 "wrong": ("WRONG  ", "red")}
+        for f in findings:
+            text = "\n".join(plain(line) for line in f.told.splitlines())
+            out.print(Text.assemble(signs[f.verdict], f"  {f.what:<17} {text}"), soft_wrap=True)
+            if f.way_out:
+                out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
+        out.print(Text(problems or success, style="red" if problems else "green"))
     if problems:
         raise typer.Exit(1)
-
-
-def _print_findings(findings: list[Finding]) -> None:
-    out = console()
-    signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
-             "wrong": ("WRONG  ", "red")}
-    for f in findings:
-        text = "\n".join(plain(line) for line in f.told.splitlines())
-        out.print(Text.assemble(signs[f.verdict], f"  {f.what:<17} {text}"), soft_wrap=True)
-        if f.way_out:
-            out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
 
 
 def _installed_version(*names: str) -> str | None:
