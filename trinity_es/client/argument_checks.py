@@ -96,13 +96,13 @@ def number(name: str, value: Any) -> float:
     raise DataError(f"{name} is {shown(value)}: a number is expected")
 
 
-def timeout_seconds(name: str, value: Any) -> float | None:
+def timeout_seconds(value: Any) -> float | None:
     """Return a timeout in seconds; None means no limit. Raises DataError for a negative value and NaN."""
     if value is None:
         return None
-    seconds = number(name, value)
+    seconds = number("timeout", value)
     if not seconds >= 0:  # also for NaN
-        raise DataError(f"{name} is {shown(value)}: a number of seconds is expected, or None to wait for ever")
+        raise DataError(f"timeout is {shown(value)}: a number of seconds is expected, or None to wait for ever")
     return seconds if seconds < _FOREVER_SECONDS else None
 
 

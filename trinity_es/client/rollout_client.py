@@ -171,7 +171,7 @@ class RolloutClient(SystemClient):
         """Have the coordinator finalize a batch of this type, and return the result. Raises as the public methods."""
         command = commands.FinalizeBatch(
             batch_id=require_batch_id(batch_id), batch_type=batch_type,
-            timeout=argument_checks.timeout_seconds("timeout", timeout),
+            timeout=argument_checks.timeout_seconds(timeout),
             groups=None if groups is None else argument_checks.whole_number("groups", groups),
         )
         try:
@@ -267,7 +267,7 @@ class RolloutClient(SystemClient):
     def take_columns(self, n: int, *, timeout: float | None = None, step: int | None = None) -> ExperienceColumns:
         """Take experiences as `take_experiences` does, and return them as columns."""
         items = self._take(commands.TakeExperiences(
-            n=argument_checks.whole_number("n", n), timeout=argument_checks.timeout_seconds("timeout", timeout),
+            n=argument_checks.whole_number("n", n), timeout=argument_checks.timeout_seconds(timeout),
             step=None if step is None else argument_checks.whole_number("step", step),
         ))
         taken = [(PayloadRef(**ref), item["use_count"]) for item in items for ref in item["refs"]]
@@ -327,7 +327,7 @@ class RolloutClient(SystemClient):
         Pass the position as the next call's `after`. A trainer that resumed (`resumed_at`) gets the redelivered batches
         first, whatever `after` is. Raises TimeoutError.
         """
-        timeout = argument_checks.timeout_seconds("timeout", timeout)
+        timeout = argument_checks.timeout_seconds(timeout)
         after = argument_checks.whole_number("after", after)
         with contextlib.suppress(IndexError):
             return self._pending_redeliveries.popleft(), self._redelivered_up_to
@@ -375,7 +375,7 @@ class RolloutClient(SystemClient):
         `synchronizer.sync_timeout`). `version` is the current one all the same: running engines keep their old weights,
         and an engine that starts later loads it. Sync the same version again, or a newer one.
         """
-        seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        seconds = argument_checks.timeout_seconds(timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(argument_checks.whole_number("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
@@ -396,7 +396,7 @@ class RolloutClient(SystemClient):
         current one. Also raises it if an engine can't load the adapter within `timeout` (seconds, default
         `synchronizer.sync_timeout`); that engine keeps its earlier version.
         """
-        seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        seconds = argument_checks.timeout_seconds(timeout) or self.config.synchronizer.sync_timeout
         number = argument_checks.whole_number("version", version)
         return self._publisher.publish_adapter(argument_checks.text("name", name), number, path, seconds)
 

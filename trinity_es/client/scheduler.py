@@ -287,7 +287,7 @@ class Scheduler:
         require_batch_id(batch_id)
         if min_num is not None:
             min_num = argument_checks.whole_number("min_num", min_num)
-        seconds = argument_checks.timeout_seconds("timeout", timeout)
+        seconds = argument_checks.timeout_seconds(timeout)
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         self._own_batches.add(batch_id)
         return await self._await_tracked(self._take_results(read, batch_id, min_num, deadline, clear, partial))
@@ -392,7 +392,7 @@ class Scheduler:
         Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but the timeout of
         each attempt). `clear_timeout_tasks`: before that, cancel the open tasks of all scheduled batches of the store.
         """
-        seconds = argument_checks.timeout_seconds("timeout", timeout)
+        seconds = argument_checks.timeout_seconds(timeout)
         await self._await_tracked(self._wait_all(seconds, clear_timeout_tasks))
 
     async def _wait_all(self, timeout: float | None, clear: bool) -> None:

@@ -100,7 +100,7 @@ class SystemClient:
         as a failed attempt. A runner that failed, is quarantined or waits for its restart is started at once. The event
         `RunnerLost` records this caller and `reason`. Raises RunnerNotFound (KeyError), TimeoutError.
         """
-        limit = argument_checks.timeout_seconds("timeout", timeout) or 60.0
+        limit = argument_checks.timeout_seconds(timeout) or 60.0
         deadline = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
@@ -169,7 +169,7 @@ class SystemClient:
         """Wait until every engine serves. Raises StartupError with the reason if an engine can't."""
         explorer = self.config.explorer
         lifecycle.wait_ready(
-            self.status, argument_checks.timeout_seconds("timeout", timeout) or self.config.system.startup_timeout,
+            self.status, argument_checks.timeout_seconds(timeout) or self.config.system.startup_timeout,
             progress=progress, runners=explorer.engine_num, servers=len(explorer.rollout_model.servers.urls),
             logs=self.config.system.log_dir,
         )

@@ -182,9 +182,9 @@ def experience_values(
     response, response_more = cut(response_of(e), max_characters)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
     return {
-        "eid": e.eid, "type": e.experience_type, "reward": e.reward, "metrics": sorted(e.metrics.items()),
+        "eid": e.eid, "reward": e.reward, "truncated": e.truncate_status,
         "advantage": _statistics(e.advantages), "returns": _statistics(e.returns), "logprob": _statistics(e.logprobs),
-        "token_reward": _statistics(e.token_level_reward), "truncated": e.truncate_status,
+        "token_reward": _statistics(e.token_level_reward),
         "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
         "messages": messages(e), "overlay": tokens.overlay(e, decode, source, max_tokens),
         "info": cut(as_json(info), JSON_CHARACTERS)[0] if info else "",

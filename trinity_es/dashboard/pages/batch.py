@@ -43,10 +43,8 @@ class RunnerWork:
 
     name: str
     attempts: int
-    finished: int
     failed: int
     seconds: float
-    versions: list[int]
     lane: Lane | None
 
     @property
@@ -113,11 +111,9 @@ def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: 
         "chosen": len(selected_tasks), "states": STATES,
         "runners": [
             RunnerWork(
-                name=name, attempts=len(pairs), finished=sum(bar_kind(a) == "finished" for _, a in pairs),
-                failed=sum(bar_kind(a) == "failed" for _, a in pairs),
+                name=name, attempts=len(pairs), failed=sum(bar_kind(a) == "failed" for _, a in pairs),
                 seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in pairs),
-                versions=sorted({a.model_version for _, a in pairs}),
-                lane=lane(pairs, window, window.end) if with_lanes else None,
+                lane=lane(pairs, window) if with_lanes else None,
             )
             for name, pairs in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
         ],

@@ -99,8 +99,8 @@ def _log_values(request: PageRequest) -> dict[str, Any]:
         "run": run, "name": "/".join(str(config[k]) for k in ("project", "name") if config.get(k)),
         "mode": config.get("mode"), "batches": sum(run.states.values()),
         "tokens_now": busy_points[-1].tokens if busy_points else None,
-        "reward": curve("step", {"reward": run.rewards}), "evals": curve("step", evals),
-        "staleness": curve("step", {"versions behind": run.staleness}),
+        "reward": curve({"reward": run.rewards}), "evals": curve(evals),
+        "staleness": curve({"versions behind": run.staleness}),
         "throughput": {
             "x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
             "means_of": 1, "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]],
@@ -152,7 +152,7 @@ def _verdict(
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
-def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
+def curve(series: dict[str, list[Point]]) -> dict[str, Any]:
     """Return data for charts.js: values by step, or by their order if a point has no step.
 
     If there are more than CURVE_POINTS values of x, groups of `means_of` neighbours are averaged.
@@ -168,7 +168,7 @@ def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
     group_size = max(1, -(-len(xs) // CURVE_POINTS))
     groups = [xs[i : i + group_size] for i in range(0, len(xs), group_size)]
     rows = [[_mean([value for x in group for value in values[x].get(name, ())]) for group in groups] for name in names]
-    return {"x": x_title if by_step else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
+    return {"x": "step" if by_step else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
             "means_of": group_size}
 
 
