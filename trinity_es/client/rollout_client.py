@@ -206,10 +206,8 @@ class RolloutClient(SystemClient):
         blobs = argument_checks.list_of("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not blobs:
             return {}
-        refs = []
-        for data in blobs:
-            count = len(Experience.deserialize_many(data))
-            refs.append(PayloadRef(digest=self._payloads.put(data), first=0, count=count))
+        refs = [PayloadRef(count=len(Experience.deserialize_many(data)), digest=self._payloads.put(data), first=0)
+                for data in blobs]
         return self._link.call(commands.ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -179,12 +180,7 @@ class Tail:
         """Return the streams with events after this position; None if the tail does not remember all these events."""
         if after < self._remembered_after:
             return None
-        streams = set[str]()
-        for position, stream in reversed(self._recent):
-            if position <= after:
-                break
-            streams.add(stream)
-        return sorted(streams)
+        return sorted({stream for _, stream in takewhile(lambda event: event[0] > after, reversed(self._recent))})
 
 
 def _message(name: str, data: dict[str, Any], position: int | None = None) -> bytes:

@@ -58,9 +58,7 @@ def events(
         raise typer.BadParameter(f"there is no event type {unknown_types[0]!r}. The types are: "
                                  f"{', '.join(sorted(EVENTS))}", param_hint="--type")
     with common.open_chosen(log, config) as opened:
-        stream = None
-        if batch is not None:
-            stream = batch_stream(common.find_batch(opened, batch))
+        stream = None if batch is None else batch_stream(common.find_batch(opened, batch))
         if since is not None:
             at = common.parse_at(since, opened, option="--since")
             if isinstance(at, int):

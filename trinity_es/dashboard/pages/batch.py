@@ -212,9 +212,7 @@ def _past_state_values(request: PageRequest, cached: CachedBatch, version: int) 
     """
     state, recorded = cached.state_at(request.log, version)
     touched = _touched_tasks(recorded)
-    first = 0
-    if len(state.tasks) > GRID_TASKS and touched:
-        first = min(touched) // GRID_TASKS * GRID_TASKS
+    first = min(touched) // GRID_TASKS * GRID_TASKS if len(state.tasks) > GRID_TASKS and touched else 0
     numbers = list(range(first, min(len(state.tasks), first + GRID_TASKS)))
     assert cached.timeline is not None
     return {
