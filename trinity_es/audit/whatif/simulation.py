@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
@@ -73,7 +74,7 @@ class Simulation:
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         """Heap of (time, number, call). Calls at the same time run in the order of their numbers."""
-        self.call_count = 0
+        self.call_numbers = count()
         self.begun_at = past.batches[0].submitted_at
         self.reached_at: dict[Anchor, float] = {}
         """Virtual time of each anchor reached so far."""
@@ -107,8 +108,7 @@ class Simulation:
 
     def call_after(self, seconds: float, call: Callable[[], None]) -> None:
         """Schedule `call` for this many virtual seconds from now."""
-        self.call_count += 1
-        heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.call_count, call))
+        heapq.heappush(self.queue, (self.now + max(0.0, seconds), next(self.call_numbers), call))
 
     def reach_anchor(self, anchor: Anchor) -> None:
         """Mark an anchor as reached, and run the calls that wait for it."""
@@ -140,12 +140,11 @@ class Simulation:
     def _plan_runners(self) -> None:
         """Schedule as many runners as the settings say: the recorded ones, then additional ones that never die."""
         names = sorted({life.runner for life in self.past.lives}, key=lambda n: (len(n), n))
-        count = len(names) if self.settings.runners is None else self.settings.runners
-        for name in names[:count]:
-            for life in (life for life in self.past.lives if life.runner == name):
-                self._plan_life(life)
+        wanted = len(names) if self.settings.runners is None else self.settings.runners
+        for life in (life for name in names[:wanted] for life in self.past.lives if life.runner == name):
+            self._plan_life(life)
         places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
-        for i in range(len(names), count):
+        for i in range(len(names), wanted):
             self._plan_life(Life(runner=f"further runner {i}", incarnation=1, places=places, ready_at=self.begun_at,
                                  ended_at=None))
 
