@@ -34,7 +34,7 @@ CHUNK_ROWS = 256
 
 @dataclass(slots=True)
 class Exported:
-    """Result of an export: the number of written experiences or events, and the payloads that could not be read."""
+    """Result of an export: the number of written experiences, and the payloads that could not be read."""
 
     written: int = 0
     batches: int = 0
@@ -176,19 +176,21 @@ def write_experiences(
 
 # --- events ---------------------------------------------------------------------------------------------------------
 def write_events(
-    log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, progress: Callable[[int, int], None] | None = None
-) -> Exported:
-    """Write all events (or those of these batches), a line of JSON each. Calls `progress(position, last position)`."""
-    result, last_position = Exported(), log.head().position
+    log: Log, path: Path, batch_ids: Sequence[BatchId] | None, progress: Callable[[int, int], None]
+) -> int:
+    """Write all events (or those of these batches), a line of JSON each, and return their number.
+
+    Calls `progress(position, last position)`.
+    """
+    written, last_position = 0, log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
     with export_file(path) as file:
         for source in sources:
             while events := list(islice(source, 1000)):
                 file.write(b"".join(event_document(r) + b"\n" for r in events))
-                result.written += len(events)
-                if progress is not None:
-                    progress(min(events[-1].position, last_position), last_position)
-    return result
+                written += len(events)
+                progress(min(events[-1].position, last_position), last_position)
+    return written
 
 
 def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:

@@ -63,7 +63,7 @@ def export(
         if experiences is not None:
             written["experiences"], missing = _write_experiences(opened, experiences, chosen, as_made=as_made)
         if events is not None:
-            count = write_events(opened, events, chosen, common.progress_counter("written")).written
+            count = write_events(opened, events, chosen, common.progress_counter("written"))
             written["events"] = {"file": str(events), "written": count}
         if trace is not None:
             written["trace"] = {"file": str(trace), "written": _write_trace(opened, trace, chosen)}
