@@ -33,13 +33,6 @@ HEADERS = {
 WEEK_SECONDS = 7 * 86400
 
 
-def _host_name(host: str) -> str:
-    """Return the name or IP address in a Host header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower().rstrip(".")
-
-
 class AccessMiddleware:
     """ASGI app that passes allowed requests to `app` and adds HEADERS to every response."""
 
@@ -75,7 +68,7 @@ class AccessMiddleware:
     async def _access_answer(self, scope: Any, receive: Any) -> Any:
         """Return the response to a request that is refused or logs in; None for a request that the app may answer."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._is_own_name(_host_name(headers.get(b"host", ""))):
+        if not self._is_own_host(headers.get(b"host", "")):
             return _page(421, "this server has another name",
                          "The Host header names another machine. Start the dashboard with --host NAME to allow another "
                          "name of this machine.")
@@ -99,8 +92,9 @@ class AccessMiddleware:
             return None
         return _token_form("")
 
-    def _is_own_name(self, name: str) -> bool:
-        """Return True if the Host header may have this name or address."""
+    def _is_own_host(self, host: str) -> bool:
+        """Return True if the Host header may have this value: a name or an IP address, perhaps with a port."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower().rstrip(".")
         try:
             ipaddress.ip_address(name)
         except ValueError:
