@@ -99,7 +99,6 @@ def create_app(
         return render_page(page, None, status)
 
     def handler(route: Route) -> Any:
-        """Return the handler of requests for this route."""
         async def handle(request: Request) -> Response:
             make = partial(make_page, route, request.url.path, dict(request.query_params))
             return response(await asyncio.get_running_loop().run_in_executor(threads, make))
@@ -134,7 +133,6 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        """Follow the log from the start of the app to its end."""
         await tail.start()
         try:
             yield

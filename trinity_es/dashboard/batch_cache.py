@@ -51,7 +51,6 @@ class CachedBatch:
         return self.timeline
 
     def _extend_timeline(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
-        """Fold events into the timeline, and record their positions."""
         def note_positions() -> Iterator[Recorded]:
             for item in recorded:
                 self.positions.append(item.position)

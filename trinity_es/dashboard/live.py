@@ -102,12 +102,10 @@ class Tail:
             opened.close()
 
     async def start(self) -> None:
-        """Read the log's end, and start the task that follows it."""
         await self._read_end()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the task, wake all waiting pages, and close the log."""
         self.closing = True
         self._wake_waiters()
         if self._task is not None:
@@ -117,7 +115,6 @@ class Tail:
         self._close_log()
 
     async def _run(self) -> None:
-        """Read the log's end every `interval` seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(self.interval)
             await self._read_end()

@@ -237,7 +237,6 @@ class Simulation:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
-        """Submit a recorded batch with the simulated settings."""
         recorded, settings = batch.submitted, self.settings
         min_wait_num = recorded.min_wait_num
         if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
@@ -362,7 +361,6 @@ class Simulation:
 
     # --- runners ----------------------------------------------------------------------------------------------------
     def _start_waiting_units(self, runner: _Runner) -> None:
-        """Start waiting units of a runner while it has free places."""
         while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, delay, outcome = runner.waiting.popleft()
             runner.playing.add(unit)

@@ -82,11 +82,11 @@ def _part_texts(parts: Sequence[JournalPart]) -> list[str]:
     requests = list[list[str]]()
     for part in parts:
         if part.choice and requests:
-            requests[-1].append(_part_text(part).removeprefix("answer "))
+            requests[-1].append(_part_text(part))
         else:
             requests.append([_part_text(part)])
     return [texts[0] if len(texts) == 1 else
-            f"{len(texts)} answers to one request ({'; '.join([texts[0].removeprefix('answer '), *texts[1:]])})"
+            f"{len(texts)} answers to one request ({'; '.join(text.removeprefix('answer ') for text in texts)})"
             for texts in requests]
 
 
