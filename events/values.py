@@ -22,8 +22,8 @@ from trinity_es.events.errors import DataError, TaskNotSerializable, UnknownWork
 
 __all__ = [
     "MOST_METRICS", "NAME_LENGTH", "Args", "BatchId", "BatchLifecycleState", "BatchType", "FailureKind", "Status",
-    "Task", "TaskWrapper", "batch_stream", "class_path", "local_time", "require_batch_id", "require_finite",
-    "require_metric_names", "shown", "sort_batch_id", "task_from_dict", "task_to_dict", "with_offset",
+    "Task", "TaskWrapper", "batch_stream", "check_metric_names", "class_path", "local_time", "require_batch_id",
+    "require_finite", "shown", "sort_batch_id", "task_from_dict", "task_to_dict", "with_offset",
 ]
 
 NAME_LENGTH = 200
@@ -108,7 +108,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def require_metric_names(names: Collection[str]) -> None:
+def check_metric_names(names: Collection[str]) -> None:
     """Raise DataError if there are too many names of metrics, or one is too long."""
     if len(names) > MOST_METRICS:
         raise DataError(f"a run gave {len(names):,} metrics: at most {MOST_METRICS:,} are expected")

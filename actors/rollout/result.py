@@ -13,7 +13,7 @@ from typing import Any
 from trinity_es.actors.rollout.conversation.history import Usage
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import FailureKind, Task, require_finite, require_metric_names
+from trinity_es.events.values import FailureKind, Task, check_metric_names, require_finite
 from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metric_aggregation import aggregate_run
 
@@ -184,7 +184,7 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
     """Return a run's result with metrics and without token counts. Raises DataError if a metric can't be recorded."""
     metrics_of_each = [_metrics(e) for e in experiences]
     names = {name for metrics in metrics_of_each for name in metrics}
-    require_metric_names(names)
+    check_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
             _warn_once("a workflow gives a metric as %r and as %r: their mean is kept", name, f"{name}:mean")

@@ -194,7 +194,7 @@ def test_an_eval_is_of_the_last_weights_whatever_the_steps() -> None:
 def test_the_verdict_is_no_where_the_model_did_not_learn() -> None:
     def verdict(before: float | None, after: float | None, steps: int = 1000) -> bool | None:
         told = {"eval_reward_before": before, "eval_reward_after": after}
-        return judge(told, steps=steps, engine="vllm").learned
+        return judge(told, steps=steps, learns=True)[0]
 
     assert verdict(0.004, 0.7) is True
     assert verdict(0.004, 0.69) is False

@@ -28,7 +28,7 @@ from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.run.writable_log_wait import retry_until_written
 from trinity_es.telemetry.metrics_file import JsonlMonitor, read_metrics
-from trinity_es.telemetry.monitors import Monitors
+from trinity_es.telemetry.monitors import Monitors, finite_metrics
 from trinity_es.testing import wait_until
 
 HERE = "tests.full.test_monitors"
@@ -68,10 +68,12 @@ def config(folder: Path, *types: str, **args: dict[str, Any]) -> Config:
 
 
 def told(conf: Config, *rows: tuple[Any, ...], after: float | None = None) -> None:
-    """Have a run's monitors log these, and end. A row: the arguments of `log`."""
+    """Have a run's monitors log these, and end. A row: metrics, step, and perhaps their prefix and position."""
     monitors = Monitors(conf, after=after)
-    for row in rows:
-        monitors.log(*row)
+    for metrics, step, *more in rows:
+        prefix, position = more or ("rollout", None)
+        if finite := finite_metrics(metrics, prefix):
+            monitors.log((finite, step, position, None))
     monitors.close()
 
 
@@ -393,7 +395,7 @@ def test_p37_a_monitor_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     conf = config(tmp_path, f"{HERE}:Mine", Mine={"hangs": True})
     monitors = Monitors(conf)
     for step in (1, 2, 3):
-        monitors.log({"a/b": 1.0}, step)  # would wait a minute each
+        monitors.log(({"a/b": 1.0}, step, None, None))  # would wait a minute each
     assert sorted(read_metrics(Path(conf.run_dir) / "metrics.jsonl")) == [1, 2, 3]
     mine = Mine.made[-1]
     mine.go.set()

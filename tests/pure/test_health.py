@@ -40,12 +40,12 @@ def problems(
         "servers": servers, "server_list": server_list,
     }
     config = Config.model_validate({})  # as where only the log is named
-    out = {"up": True, "coordinator": {"pid": 1}, "admin": {"pid": 1}, "keeper": None}
-    return list(of_system.problems(config, out, live, []))
+    return list(of_system.problems(config, UP | {"coordinator": {"pid": 1}}, live, []))
 
 
 DOWN: dict[str, Any] = {
-    "up": False, "keeper": None, "coordinator": None, "runners": [], "batches": [], "store": "s", "problems": [],
+    "up": False, "keeper": None, "keeper_ended": None, "coordinator": None, "runners": [], "batches": [], "store": "s",
+    "problems": [], "ends": "", "led_by": "", "last_batch": None, "run": None, "killed": {}, "held": {},
 }
 UP = DOWN | {"up": True, "admin": {"pid": 1}}
 

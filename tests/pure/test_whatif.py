@@ -44,7 +44,7 @@ def past(*batches: PastBatch, lives: list[Life] | None = None, changes: list[Wei
     anchors += [(b.trained_at, ("trained", b.batch_id)) for b in batches if b.trained_at is not None]
     anchors += [(c.published_at + max(c.loads.values()), ("weights", c.version)) for c in changes or []]
     return History(
-        config={"explorer": {**EXPLORER, **(explorer or {})}}, batches=list(batches), changes=changes or [], pace=None,
+        config={"explorer": {**EXPLORER, **(explorer or {})}}, batches=list(batches), updates=changes or [], pace=None,
         lives=lives or [life(0), life(1)], unit_seconds=None,
         anchors=[(batches[0].submitted_at, ("begin", None)), *sorted(anchors)],
     )
@@ -81,7 +81,7 @@ def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tm
     with open_log(str(tmp_path / "log")) as log:
         rows = log.batches()
         of = {row.batch_id: read_history(log, rows, [row]) for row in rows}
-    assert {b: [(c.version, list(c.loads)) for c in record.changes] for b, record in of.items()} == {
+    assert {b: [(c.version, list(c.loads)) for c in record.updates] for b, record in of.items()} == {
         1: [], 2: [(2, ["runner-0"])], 3: []}
     assert {b: [one.ended_at is None for one in record.lives] for b, record in of.items()} == {
         1: [True], 2: [True], 3: []}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, P
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_rows import ParquetTable, json_lines
 from trinity_es.events.store.payloads.experiences import ExperienceReader
-from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import PayloadStore, later
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolve_timeline
 from trinity_es.projections.reading.log_reader import Log
@@ -30,12 +30,11 @@ from trinity_es.safe_text import event_document, harmless_json
 __all__ = ["Exported", "experience_tables", "export_file", "write_events", "write_experiences"]
 
 CHUNK_ROWS = 256
-"""Number of experiences that are converted and written at once."""
 
 
 @dataclass(slots=True)
 class Exported:
-    """Result of an export: the number of written experiences or events, and the payloads that could not be read."""
+    """Result of an export: the number of written experiences, and the payloads that could not be read."""
 
     written: int = 0
     batches: int = 0
@@ -55,9 +54,9 @@ def experience_tables(
     submission of a batch id. With `as_made` they are the experiences that the runners produced, before any filter, also
     of open batches. Updates `result` meanwhile. Raises LogNotFound if there is no payload store.
     """
-    freed, store = log.freed(), None
+    freed = log.freed()
     streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
-    try:
+    with closing(later(log.payloads)) as store:
         for row in log.batches():
             if streams is not None and batch_stream(row.batch_id) not in streams:
                 continue
@@ -75,17 +74,12 @@ def experience_tables(
                     result.freed.append(row.batch_id)
                     continue
                 result.batches += 1
-                store = store or log.payloads()
                 owner, trained_step = f"batch {row.batch_id!r}", batch.state.trained_step
                 yield from _read_tables(store, refs, owner, run_rows, trained_step, result)
         if batch_ids is None and not as_made:
             for item in log.read(stream="experiences", types=["ExperiencesProcessed"]):
                 assert isinstance(item.event, ev.ExperiencesProcessed)
-                store = store or log.payloads()
                 yield from _read_tables(store, item.event.experiences, f"position {item.position}", {}, None, result)
-    finally:
-        if store is not None:
-            store.close()
 
 
 def _submissions(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
@@ -148,7 +142,7 @@ def _table(
 
 
 def _serving_runner(info: dict[str, Any]) -> str | None:
-    """Return the runner that the info of an answer of mode `serve` names, as it has no batch; None for others."""
+    """Return the runner of an answer of mode `serve`, which belongs to no batch; None for other experiences."""
     runner = info.get("runner") if "message_id" in info else None
     return runner if isinstance(runner, str) else None
 
@@ -182,19 +176,21 @@ def write_experiences(
 
 # --- events ---------------------------------------------------------------------------------------------------------
 def write_events(
-    log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, progress: Callable[[int, int], None] | None = None
-) -> Exported:
-    """Write all events (or those of these batches), a line of JSON each. Calls `progress(position, last position)`."""
-    result, last_position = Exported(), log.head().position
+    log: Log, path: Path, batch_ids: Sequence[BatchId] | None, progress: Callable[[int, int], None]
+) -> int:
+    """Write all events (or those of these batches), a line of JSON each, and return their number.
+
+    Calls `progress(position, last position)`.
+    """
+    written, last_position = 0, log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
     with export_file(path) as file:
         for source in sources:
             while events := list(islice(source, 1000)):
                 file.write(b"".join(event_document(r) + b"\n" for r in events))
-                result.written += len(events)
-                if progress is not None:
-                    progress(min(events[-1].position, last_position), last_position)
-    return result
+                written += len(events)
+                progress(min(events[-1].position, last_position), last_position)
+    return written
 
 
 def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:

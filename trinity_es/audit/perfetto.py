@@ -21,9 +21,9 @@ from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS
 from trinity_es.safe_text import plain, summary
 
-__all__ = ["MEANWHILE", "trace_events", "write_trace"]
+__all__ = ["OTHER_TYPES", "trace_events", "write_trace"]
 
-MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
+OTHER_TYPES = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
 """Types of the events that a trace shows in addition to a batch's own events."""
 
 BATCHES, TRAINER = 1, 2
@@ -31,7 +31,6 @@ BATCHES, TRAINER = 1, 2
 ENGINE = 0
 """Lane of a runner that shows its loading of the engine and of weights."""
 _MAX_CHARACTERS = 500
-"""Maximum length of an error message or other text from users."""
 
 
 @dataclass(slots=True)
@@ -70,21 +69,19 @@ class _Lanes:
 
 def write_trace(file: IO[bytes], recorded: Iterable[Recorded], progress: Callable[[int], None] | None = None) -> int:
     """Write the trace of these events and return the number of its entries. Calls `progress(position)` at times."""
+    def with_progress() -> Iterator[Recorded]:
+        for item in recorded:
+            if progress is not None and item.position % 1000 == 0:
+                progress(item.position)
+            yield item
+
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
-    for entry in trace_events(_with_progress(recorded, progress)):
+    for entry in trace_events(with_progress()):
         file.write((b"," if count else b"") + b"\n" + orjson.dumps(entry))
         count += 1
     file.write(b"\n]}\n")
     return count
-
-
-def _with_progress(recorded: Iterable[Recorded], progress: Callable[[int], None] | None) -> Iterator[Recorded]:
-    """Yield the same events; call `progress(position)` at every thousandth position."""
-    for item in recorded:
-        if progress is not None and item.position % 1000 == 0:
-            progress(item.position)
-        yield item
 
 
 def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:

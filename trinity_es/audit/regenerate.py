@@ -67,15 +67,8 @@ class Turn:
 class Rollout:
     """Recorded run of a task."""
 
-    batch_id: BatchId
-    task: int
-    run: int
+    row: RunRow
     experiences: list[Experience]
-    runner: str
-    incarnation: int
-    attempt: int
-    at: float
-    """Time when the run's result was recorded, in unix seconds."""
     engine_version: str
     """Empty if not recorded."""
     host: str
@@ -142,10 +135,9 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
     weights, published_at = _published_weights(log, version)
     engine_version, host = _engine_of_run(log, row)
     return Rollout(
-        batch_id=batch_id, task=task, run=run, experiences=experiences, runner=row.runner,
-        incarnation=row.incarnation, attempt=row.attempt, at=row.finished_at, engine_version=engine_version,
-        host=host, config=config, rollout_args=log.task(batch_id, task).get("rollout_args") or {}, version=version,
-        weights=weights, published_at=published_at, adapters=_published_adapters(log, experiences),
+        row=row, experiences=experiences, engine_version=engine_version, host=host, config=config,
+        rollout_args=log.task(batch_id, task).get("rollout_args") or {}, version=version, weights=weights,
+        published_at=published_at, adapters=_published_adapters(log, experiences),
     )
 
 
@@ -230,8 +222,8 @@ def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
     spans = [(e, start, stop) for e in rollout.experiences for start, stop in _generated_spans(e)]
     if not spans or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in spans):
         raise DataError(
-            f"no token of run {rollout.run} of task {rollout.task} is known to come from the rollout model: its "
-            "workflow called no model, or made the experiences itself. Choose a run of another workflow")
+            f"no token of run {rollout.row.run} of task {rollout.row.task} is known to come from the rollout model: "
+            "its workflow called no model, or made the experiences itself. Choose a run of another workflow")
     return spans
 
 
@@ -276,7 +268,7 @@ def make_regeneration(rollout: Rollout, engine: Engine, turns: list[Turn], *, mo
     """Return the compared turns of a run together with possible reasons for differences."""
     result = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")),
                           model=model, weights=weights)
-    result.why = _possible_reasons(result, _engine_settings(rollout), rollout.experiences)
+    result.why = _possible_reasons(result)
     return result
 
 
@@ -296,7 +288,7 @@ def _sampling(
         return with_options(Sampling(), settings, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
     args = {**config.rollout_args(), **rollout.rollout_args, "n": 1, "max_tokens": stop - start}
     if args.get("seed") is not None:
-        args["seed"] += rollout.run
+        args["seed"] += rollout.row.run
     return with_options(Sampling(), args, DataError, "rollout_args"), 0
 
 
@@ -324,11 +316,9 @@ def compare(experience: Experience, start: int, stop: int, answer: Completion, s
 
 
 # --- why they may differ --------------------------------------------------------------------------------------------
-def _possible_reasons(
-    result: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]
-) -> list[str]:
+def _possible_reasons(result: Regeneration) -> list[str]:
     """Return possible reasons for different tokens, a sentence each."""
-    rollout, reasons = result.rollout, list[str]()
+    rollout, experiences, reasons = result.rollout, result.rollout.experiences, list[str]()
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
         tokens = ", ".join(f"{start} to {stop - 1} by {version}" for version, start, stop in spans)
@@ -356,7 +346,7 @@ def _possible_reasons(
                        "again")
     if changed_weights := _changed_weights(result):
         reasons.append(changed_weights)
-    if config.engine_type != "scripted":
+    if _engine_settings(rollout).engine_type != "scripted":
         reasons.append("an engine computes concurrent requests in one batch, and these were other requests: sums of "
                        "floating-point numbers differ in their last digits, and a near tie goes the other way")
     return reasons
@@ -364,7 +354,7 @@ def _possible_reasons(
 
 def _changed_weights(result: Regeneration) -> str | None:
     """Return a reason if the weights' files changed after their publication. The log has their path, but no hash."""
-    folder, since = Path(result.weights), result.rollout.published_at or result.rollout.at
+    folder, since = Path(result.weights), result.rollout.published_at or result.rollout.row.finished_at
     if not result.weights or not folder.is_dir():
         return None
     newest = max((f.stat().st_mtime for f in folder.glob("*.safetensors")), default=0.0)

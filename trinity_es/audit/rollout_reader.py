@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.experiences import read_experiences
-from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import PayloadStore, later
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log
@@ -63,27 +63,18 @@ def read_runs(
     With the batch's `task_count`, the search in `delivered` ends when it has found every experience that the run wrote.
     Without it, experiences that a pipeline operator added for the run are found too.
     """
-    with ExitStack() as stack:
-        payloads, missing = None, ""
-        try:
-            if any(row.payload is not None for row in rows):
-                if log.was_freed(batch_id):
-                    missing = FREED
-                else:
-                    payloads = stack.enter_context(closing(log.payloads()))
-        except TrinityError as e:
-            missing = e.message
-        return [_read_run(payloads, missing, delivered, row, task_count) for row in rows]
+    is_freed = any(row.payload is not None for row in rows) and log.was_freed(batch_id)
+    with closing(later(log.payloads)) as payloads:
+        return [_read_run(payloads, delivered, row, task_count, is_freed=is_freed) for row in rows]
 
 
 def _read_run(
-    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow, task_count: int
+    payloads: PayloadStore, delivered: Sequence[ev.PayloadRef], row: RunRow, task_count: int, *, is_freed: bool
 ) -> RunExperiences:
-    """Read one run's experiences. If there is no payload store (`payloads` is None), the result names the reason."""
     if row.payload is None:
         return RunExperiences(missing=NOT_KEPT)
-    if payloads is None:
-        return RunExperiences(missing=missing)
+    if is_freed:
+        return RunExperiences(missing=FREED)
     try:
         written = written_experiences(payloads, row)
     except TrinityError as error:

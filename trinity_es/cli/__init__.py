@@ -117,30 +117,25 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
         except Exception as e:
-            line = _error_line(e)
-            if line is None:
+            message = _message(e)
+            if message is None:
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
             from trinity_es.safe_text import plain  # not at the top: --help does not need it
 
+            line = " - ".join([message, *getattr(e, "__notes__", ())])
             lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # a ConfigError has a line per problem
             print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
             raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
-
-
-def _error_line(error: Exception) -> str | None:
-    """Return an error that users can cause as one line, with its notes; None for a bug."""
-    message = _message(error)
-    return None if message is None else " - ".join([message, *getattr(error, "__notes__", ())])
 
 
 def _message(error: Exception) -> str | None:
     """Return the message of an error that users can cause; None for a bug."""
     if isinstance(error, TrinityError):
         return error.message
-    if isinstance(error, FileNotFoundError) and not error.filename and _is_folder_gone():
-        return (f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one")
+    if isinstance(error, FileNotFoundError) and not error.filename and _is_working_directory_gone():
+        return f"the working directory {os.environ.get('PWD', '')} was deleted or renamed: cd to an existing one"
     if isinstance(error, OSError):  # TimeoutError is one
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if type(error).__module__.startswith("sqlalchemy"):
@@ -148,8 +143,7 @@ def _message(error: Exception) -> str | None:
     return None
 
 
-def _is_folder_gone() -> bool:
-    """Return True if the working directory was deleted."""
+def _is_working_directory_gone() -> bool:
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -164,7 +158,6 @@ app = typer.Typer(
 
 
 def _print_version(requested: bool) -> None:
-    """Print the version and exit, if `--version` was given."""
     if requested:
         print(f"trinity-es {VERSION}")
         raise typer.Exit

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -45,7 +45,6 @@ LOG_VARIABLE = "TRINITY_ES_LOG"
 RUN_LOGS = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Patterns of the logs of runs (of a trainer, of a config, of `trinity-es demo`), from the working directory."""
 LOGS_HERE = ("*.sqlite", "*.db")
-"""Patterns of logs directly in the working directory."""
 
 LogOption = Annotated[
     str | None,
@@ -97,9 +96,9 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
         return log
     if config is not None:
         return read_config(config).store.url
-    if os.environ.get(LOG_VARIABLE):
-        note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
-        return os.environ[LOG_VARIABLE]
+    if url := os.environ.get(LOG_VARIABLE):
+        note(f"log: {masked(url)} (from {LOG_VARIABLE})")
+        return url
     logs = [path for pattern in RUN_LOGS for path in Path().glob(pattern)]
     if not logs:
         return _only_log_here()
@@ -237,17 +236,16 @@ def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, op
         ) from None
 
 
-def progress_counter(verb: str, unit: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
+def progress_counter(verb: str, unit: str = "events") -> Callable[..., None]:
     """Return a callback `(done, total)` that prints `VERB done of total UNIT` on stderr; `total` may be omitted.
 
     On a terminal it updates one line; elsewhere it prints a line every ten seconds.
     """
-    out = stream or sys.stderr
     begun_at = printed_at = time.monotonic()
 
     def print_progress(done: int, total: int | None = None) -> None:
         nonlocal printed_at
-        now, is_terminal = time.monotonic(), out.isatty()
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
         is_last = total is not None and done >= total and is_terminal
         if now - printed_at < (0.1 if is_terminal else 10.0) and not is_last:
             return
@@ -256,9 +254,9 @@ def progress_counter(verb: str, unit: str = "events", stream: TextIO | None = No
         of_total = "" if total is None else f" of {total:,}"
         line = f"{verb} {done:,}{of_total} {unit}, {rate:,.0f} a second"
         if is_terminal:
-            out.write(f"\r{line}" + ("\n" if is_last else ""))
+            sys.stderr.write(f"\r{line}" + ("\n" if is_last else ""))
         else:
-            out.write(f"{line}\n")
-        out.flush()
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
     return print_progress

@@ -26,7 +26,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TrinityError
 from trinity_es.projections.tables.batch_queries import BatchRow
 
-__all__ = ["STEPS", "Demo", "EngineName", "Verdict", "draw", "find", "find_examples", "judge", "make", "running_server"]
+__all__ = ["STEPS", "Demo", "EngineName", "draw", "find", "find_examples", "judge", "make", "running_server"]
 
 EngineName = Literal["vllm", "http", "scripted"]
 SERVE_SCRIPT = "serve.sh"
@@ -48,14 +48,6 @@ class Demo:
     steps: int
     learns: bool
     """False for the scripted engine, which can't learn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Result of a demo. `learned` is None if the run is too short, or can't learn."""
-
-    learned: bool | None
-    text: str
 
 
 def find_examples() -> Path:
@@ -234,7 +226,6 @@ explorer:
 
 
 def _config_text(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
-    """Return the text of the demo's config file. `port`: the port of the vLLM server with engine http."""
     engines = {"vllm": _VLLM_ENGINE, "http": _HTTP_ENGINE, "scripted": _SCRIPTED_ENGINE}
     return _CONFIG.format(
         project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
@@ -266,17 +257,20 @@ def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
     return str(path)
 
 
-def judge(summary: dict[str, Any], *, steps: int, engine: str) -> Verdict:
-    """Decide from a `run_summary` whether the model learned its task."""
+def judge(summary: dict[str, Any], *, steps: int, learns: bool) -> tuple[bool | None, str]:
+    """Decide from a `run_summary` whether the model learned its task. Returns the decision and its text.
+
+    The decision is None if the run is too short, or can't learn.
+    """
     before, after = summary["eval_reward_before"], summary["eval_reward_after"]
-    if engine != "vllm":
-        return Verdict(None, "The scripted engine cannot learn: this run showed the commands only.")
+    if not learns:
+        return None, "The scripted engine cannot learn: this run showed the commands only."
     if before is None or after is None:
-        return Verdict(False, "THE MODEL WAS NOT JUDGED: the log lacks the eval before or after training.")
+        return False, "THE MODEL WAS NOT JUDGED: the log lacks the eval before or after training."
     change = f"the eval reward went from {before:z.3f} to {after:z.3f} in {steps} steps"
     if before < CHANCE_REWARD and after >= LEARNED_REWARD:
-        return Verdict(True, f"The model learned its task: {change}.")
+        return True, f"The model learned its task: {change}."
     if steps < STEPS:
-        return Verdict(None, f"{steps} steps are too few to learn the task: {change}. The default is {STEPS}.")
-    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {change}. Expected: from below {CHANCE_REWARD} to at "
-                   f"least {LEARNED_REWARD}.")
+        return None, f"{steps} steps are too few to learn the task: {change}. The default is {STEPS}."
+    return False, (f"THE MODEL DID NOT LEARN ITS TASK: {change}. Expected: from below {CHANCE_REWARD} to at least "
+                   f"{LEARNED_REWARD}.")

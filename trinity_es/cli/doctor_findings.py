@@ -23,15 +23,11 @@ class Finding:
     what: str
     """Subject of the check, such as `database`."""
     verdict: Literal["ok", "note", "missing", "wrong"]
+    """`missing` and `wrong` keep a run, or a joining host, from working."""
     told: str
     """Result in words, for the user."""
     way_out: str = ""
     """What the user can do about a problem; empty if nothing is wrong."""
-
-    @property
-    def is_wrong(self) -> bool:
-        """True if the problem keeps a run, or a joining host, from working."""
-        return self.verdict in ("missing", "wrong")
 
 
 def payloads_finding(place: str) -> Finding:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Connection, text
 
@@ -80,11 +80,10 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
 
 # --- the database ---------------------------------------------------------------------------------------------------
 def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
-    """Check whether the user can write to the database, and how long a round trip takes."""
     try:
         with closing(Database(url, patience=PATIENCE_SECONDS)) as writer:
             writer.read(lambda connection: None)
-        seconds = log.query(_round_trip)
+        seconds = log.query(_round_trip_seconds)
     except ConfigError as e:
         yield Finding("database", "wrong", e.message)
         return
@@ -96,7 +95,7 @@ def _database_findings(log: EventLog, url: str) -> Iterator[Finding]:
                   "each task's payload waits for a round trip: use a database nearer to the hosts" if is_slow else "")
 
 
-def _round_trip(connection: Connection) -> float:
+def _round_trip_seconds(connection: Connection) -> float:
     """Return the median seconds of five round trips to the database."""
     seconds = []
     for _ in range(5):
@@ -177,10 +176,7 @@ async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadAnswer:
 def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: bool) -> Iterator[Finding]:
     """Compare the versions on this machine with the head's. `with_vllm`: a different vLLM is an error, not a note."""
     head = answer.facts
-    is_same_build = head.get("build") == own["build"]
-    yield Finding("trinity-es", "ok" if is_same_build else "wrong", str(own["build"]) if is_same_build else
-                  f"{own['build']} here, {head.get('build')} at the head",
-                  "" if is_same_build else "install the head's version here")
+    yield _version_finding("trinity-es", own["build"], head.get("build"), "wrong", "install the head's version here")
     own_python, head_python = str(own["python"]), str(head.get("python"))
     is_same_minor = own_python.rpartition(".")[0] == head_python.rpartition(".")[0]
     yield Finding("python", "ok" if is_same_minor else "note", f"{own_python} here, {head_python} at the head",
@@ -190,14 +186,18 @@ def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: 
         own_version, head_version = own_packages.get(name), head_packages.get(name)
         if own_version is None and head_version is None:
             continue
-        if own_version == head_version:
-            yield Finding(name, "ok", str(own_version))
-            continue
         is_wrong = with_vllm and name.startswith("vllm") and head_version is not None
-        yield Finding(name, "wrong" if is_wrong else "note",
-                      f"{own_version or 'not installed'} here, {head_version or 'none'} at the head",
-                      f"pip install {name}=={head_version}" if head_version else
-                      "use the same image as on the head, where it is not installed")
+        way_out = f"pip install {name}=={head_version}" if head_version else (
+            "use the same image as on the head, where it is not installed")
+        yield _version_finding(name, own_version, head_version, "wrong" if is_wrong else "note", way_out)
+
+
+def _version_finding(
+    what: str, own: str | None, head: str | None, if_different: Literal["note", "wrong"], way_out: str
+) -> Finding:
+    if own == head:
+        return Finding(what, "ok", str(own))
+    return Finding(what, if_different, f"{own or 'not installed'} here, {head or 'none'} at the head", way_out)
 
 
 def folder_finding(folder: str, head_digest: str | None) -> Finding:
@@ -220,7 +220,6 @@ def folder_finding(folder: str, head_digest: str | None) -> Finding:
 
 
 def _devices_finding(config: Config) -> Finding:
-    """Check whether this machine has the GPUs that the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
     devices = device_counts()

@@ -39,7 +39,7 @@ from trinity_es.system import remembered_log_end
 from trinity_es.system.other_settings import other_settings, settings_phrase
 
 __all__ = [
-    "explore", "libraries_silenced", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
+    "explore", "play_part", "print_summary", "run_summary", "run_with_view", "short_path", "silence_libraries",
 ]
 
 _QUIET_ENVIRONMENT = {
@@ -48,25 +48,12 @@ _QUIET_ENVIRONMENT = {
     # At the command's end Python's resource tracker removes shared memory that a killed engine left, and warns of it.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
-"""Environment variables that keep the libraries of a trainer in this process from printing into the live view."""
 
 
 def silence_libraries() -> None:
     """Keep the libraries of a trainer in this process from printing into the live view."""
     for name, value in _QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-
-
-@contextlib.contextmanager
-def libraries_silenced() -> Iterator[None]:
-    """Apply `silence_libraries` during a `with` block, and restore the environment after it."""
-    added_names = _QUIET_ENVIRONMENT.keys() - os.environ.keys()
-    silence_libraries()
-    try:
-        yield
-    finally:
-        for name in added_names:
-            os.environ.pop(name, None)
 
 
 def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> None:
@@ -78,7 +65,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     silence_libraries()
     remembered_log_end.require_remembered(settings)  # before anything relies on the log
     if resuming:
-        _require_led_here(settings)
+        _require_made_by_run(settings)
     part: RunProcess
     if settings.mode == "train":
         part = trainer = TrainerProcess(settings)
@@ -109,8 +96,8 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         part.release()
 
 
-def _require_led_here(settings: Config) -> None:
-    """Raise ConfigError if the log has batches of another program than `trinity-es run`, so no tasksets."""
+def _require_made_by_run(settings: Config) -> None:
+    """Raise ConfigError if another program than `trinity-es run` made the log's batches."""
     with contextlib.suppress(LogNotFound), open_log(settings.store.url) as log:
         has_batches = any(log.count_batches(batch_type=batch_type) for batch_type in ("train", "collect"))
         if has_batches and not log.streams("taskset/"):
@@ -134,7 +121,7 @@ def run_with_view(
     try:
         with RunView(settings.store.url, out, total_steps=total_steps, after=_last_position(settings)):
             try:
-                return asyncio.run(_play_part(part, play, signals))
+                return asyncio.run(play_part(part, play, signals))
             except BaseException as e:
                 if signals or isinstance(e, KeyboardInterrupt):
                     command = resume_command(settings.masked()["store"]["url"])
@@ -150,7 +137,7 @@ def run_with_view(
         raise typer.Exit(128 + signals[0]) from None
 
 
-async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
+async def play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
     """Prepare a part, await `play` and shut the part down. SIGTERM and SIGHUP cancel it, and are added to `signals`."""
     task = asyncio.current_task()
     assert task is not None
@@ -170,7 +157,6 @@ async def _play_part(part: RunProcess, play: Callable[[], Awaitable[Any]], signa
 
 
 def _last_position(settings: Config) -> int:
-    """Return the last position of the log; 0 if the log does not exist yet."""
     try:
         with open_log(settings.store.url) as log:
             return log.head().position
@@ -193,9 +179,11 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
     streams = {r.stream for r in log.rare(["AttemptKept"])}
     kept = sum(kept_tokens(log, b) for b in rows if batch_stream(b.batch_id) in streams)
+    url = str(settings.masked()["store"]["url"])
+    file = file_of(url)
     serving_seconds, published_count = _serving_seconds(log, ended_at), log.count_weights()
     return {
-        "log": _short_url(settings), "batches": len(rows), "train_batches": len(trained),
+        "log": url if file is None else short_path(file), "batches": len(rows), "train_batches": len(trained),
         "weight_versions": published_count and published_count + 1,  # version 0 counts if another was published
         "model_version": log.model_version(), "response_tokens": tokens,
         "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
@@ -255,13 +243,6 @@ def _serving_seconds(log: Log, log_end_at: float) -> float:
 def _taskset_of_eval(evaluation: dict[str, Any]) -> str:
     """Return the name of an eval's taskset: `letters` for the batch `12/letters`."""
     return str(evaluation["batch_id"]).partition("/")[2]
-
-
-def _short_url(settings: Config) -> str:
-    """Return the store's URL, or its path if the store is a file."""
-    url = str(settings.masked()["store"]["url"])
-    file = file_of(url)
-    return url if file is None else short_path(file)
 
 
 def short_path(path: Path) -> str:

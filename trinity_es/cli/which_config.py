@@ -54,7 +54,12 @@ def one_of(argument: str | None, option: str | None) -> str | None:
 
 def is_config_file(name: str) -> bool:
     """Return True if a command's argument names a config file and not a log."""
-    return name.endswith((".yaml", ".yml")) or _is_text_file(Path(name))
+    if name.endswith((".yaml", ".yml")):
+        return True
+    if not Path(name).is_file():
+        return False
+    with Path(name).open("rb") as f:
+        return not f.read(16).startswith(b"SQLite format 3")
 
 
 def config_of_run(name: str | None, overrides: list[str] | None) -> Config:
@@ -95,11 +100,3 @@ def _require_own_folders(url: URL, recorded_url: str, copied_from: str) -> None:
         raise ConfigError(
             f"the log {masked(url)} is a copy of {copied_from}, and its config names the folders of the original: name "
             "the config file of the copy, as in `trinity-es resume config.yaml`")
-
-
-def _is_text_file(path: Path) -> bool:
-    """Return True for an existing file that is not a SQLite database."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as f:
-        return not f.read(16).startswith(b"SQLite format 3")

@@ -6,19 +6,17 @@ import getpass
 import os
 import socket
 import uuid
+from dataclasses import asdict
 from typing import Any
 
+from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
-from trinity_es.events.errors import LogNotFound, NotALog
-from trinity_es.events.store.checks.log_end import Claim, MemoryFile, acceptance
+from trinity_es.events.store.checks.log_end import acceptance
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.system.remembered_log_end import memory
+from trinity_es.system.remembered_log_end import memory, rewind_message
 
 __all__ = ["accept"]
-
-
-STREAM = "system"
 
 
 def accept(config: Config, reason: str) -> dict[str, Any] | None:
@@ -27,36 +25,22 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     An event is lost if this host remembers it and the log lacks it. A system that runs on the store is ended first,
     because its processes hold state of the lost events. Raises the errors of EventLog.open.
     """
-    from trinity_es.client.teardown import end_system
-
-    own_memory = memory(config)
-    if not _lost_claims(config, own_memory):
+    if rewind_message(config) is None:
         return None
     end_system(config)
     url = config.store.url
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         person = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
+        own_memory = memory(config)
         head, lost_claims = log.lost_claims(log.remembered_claims(own_memory))
         if not lost_claims:
             return None
         generation = uuid.uuid4().hex
         event = acceptance(head, lost_claims, generation, person, reason)
-        write = Write(stream=STREAM, expected_version=log.stream_version(STREAM), events=[event])
+        write = Write(stream="system", expected_version=log.stream_version("system"), events=[event])
         appended = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
         log.release_lease(lease)
         assert log.acknowledged is not None
         own_memory.keep_only(log.acknowledged)
-    return {"position": appended.first_position, "first": event.first, "last": event.last, "kept": event.kept,
-            "generation_before": event.generation_before, "generation": generation, "by": person, "reason": reason,
-            "lost": [{"generation": claim.generation, "position": claim.position, "hash": claim.hash, "by": claim.by}
-                     for claim in event.lost]}
-
-
-def _lost_claims(config: Config, own_memory: MemoryFile) -> list[Claim]:
-    """Return this host's remembered positions that the log does not have; all of them if there is no log."""
-    try:
-        with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost_claims(log.remembered_claims(own_memory))[1]
-    except (LogNotFound, NotALog):
-        return [claim for claim in own_memory.claims() if claim.mark.position]
+    return {"position": appended.first_position, **asdict(event)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -22,12 +24,12 @@ from trinity_es.events.values import Task, shown, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
 __all__ = [
-    "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "text", "timeout_seconds", "whole_number",
+    "cursors", "cut_tasks", "encode_tasks", "list_of", "mapping", "number", "reason_with_caller", "text",
+    "timeout_seconds", "whole_number",
 ]
 
 _FORMAT_KEYS = frozenset(FormatConfig.task_keys())
-_ARGUMENT_FIELDS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
-"""Fields of a task that may hold secrets."""
+_FIELDS_WITH_SECRETS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 _FOREVER_SECONDS = 1e9
 """Longest timeout. Longer ones mean no limit, because timers can't be set that late."""
 
@@ -47,7 +49,9 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: give a trinity_es.Task")
         try:
             try:
-                data = secret_file.hide(task_to_dict(_with_project_secrets(task)))
+                # JSON can't hold pydantic's SecretStr: `Secret` takes its place.
+                marked = {name: unmarked(value) for name in _FIELDS_WITH_SECRETS if (value := getattr(task, name))}
+                data = secret_file.hide(task_to_dict(replace(task, **marked)))
             except RecursionError as e:
                 raise TaskNotSerializable("a value is nested too deeply or contains itself: give a flat value") from e
             if task.repeat_times is not None:
@@ -71,11 +75,6 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     return encoded
 
 
-def _with_project_secrets(task: Task) -> Task:
-    """Return the task with `Secret` in place of each pydantic SecretStr, which JSON can't hold."""
-    return replace(task, **{name: unmarked(value) for name in _ARGUMENT_FIELDS if (value := getattr(task, name))})
-
-
 def whole_number(name: str, value: Any, least: int = 0) -> int:
     """Return `value` as an int, from `least` to 2**31 - 1 (an integer column). Raises DataError, also for a bool."""
     try:
@@ -97,13 +96,13 @@ def number(name: str, value: Any) -> float:
     raise DataError(f"{name} is {shown(value)}: a number is expected")
 
 
-def timeout_seconds(name: str, value: Any) -> float | None:
+def timeout_seconds(value: Any) -> float | None:
     """Return a timeout in seconds; None means no limit. Raises DataError for a negative value and NaN."""
     if value is None:
         return None
-    seconds = number(name, value)
+    seconds = number("timeout", value)
     if not seconds >= 0:  # also for NaN
-        raise DataError(f"{name} is {shown(value)}: a number of seconds is expected, or None to wait for ever")
+        raise DataError(f"timeout is {shown(value)}: a number of seconds is expected, or None to wait for ever")
     return seconds if seconds < _FOREVER_SECONDS else None
 
 
@@ -112,6 +111,12 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise DataError(f"{name} is {shown(value)}: a text is expected")
     return value
+
+
+def reason_with_caller(reason: Any) -> str:
+    """Return `reason` with the pid and host of this process, for the log. Raises DataError unless it is a str."""
+    caller = f"pid {os.getpid()} on {socket.gethostname()} asked for this"
+    return f"{caller}: {reason}" if text("reason", reason) else caller
 
 
 def list_of(name: str, value: Any, items: str) -> list[Any]:

@@ -53,7 +53,6 @@ class RolloutCoordinator:
         self._resumed_at = resumed_at
         self._client: RolloutClient | None = None
         self._owns_system = False
-        """True if this object started the system, and has to end it."""
         self._pool = ThreadPoolExecutor(128, thread_name_prefix="rollout-coordinator")
 
     @classmethod

@@ -271,20 +271,16 @@ class Connection:
         Raises the error with which the system answers, NotRunning if the system is gone, TimeoutError after `timeout`
         seconds, and DataError for a value that can't be encoded.
         """
-        answer: A = self.send(command.name, encode(command), timeout, id=id)
-        return answer
-
-    def send(self, name: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
-        """Send an encoded command and return its answer, as `call` does."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, name, args, self.last_mark, self.name)
+        request = Request(id or uuid.uuid4().hex, command.name, encode(command), self.last_mark, self.name)
         while True:
             self._require_open()
             session = self._session
             try:
                 endpoint = session.take_endpoint()
                 try:
-                    return self._exchange(session, endpoint, request, deadline)
+                    answer: A = self._exchange(session, endpoint, request, deadline)
+                    return answer
                 finally:
                     session.give_back(endpoint)
             except _SystemGone:
@@ -424,16 +420,13 @@ class Connection:
                 return not session.is_alive()
             children, order = status.get("children", []), None
             time.sleep(0.1)
-        if session.is_alive() and not self.admin_answers():
-            return False
+        if session.is_alive():
+            admin = session.admin
+            address = listening_host(admin["pid"], admin["port"])
+            if knock(address, admin["port"], read_key(admin["key_file"])) is None:  # it is suspended or hangs
+                return False
         session.system.shutdown()
         return True
-
-    def admin_answers(self) -> bool:
-        """Return True if the system's admin handles messages, False if it is suspended or hangs."""
-        admin = self.admin
-        host = listening_host(admin["pid"], admin["port"])
-        return knock(host, admin["port"], read_key(admin["key_file"])) is not None
 
     def close(self) -> None:
         """Close the endpoints; the system goes on. Calls in flight end by themselves."""

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
+
 from trinity_es.client.problems import problems
-from trinity_es.client.silent_system import state_of_runner
 from trinity_es.config.config import Config
 from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within
@@ -175,7 +176,6 @@ def read_health(config: Config) -> dict[str, Any]:
 
 
 def _add_live(health: dict[str, Any], live: dict[str, Any]) -> None:
-    """Add coordinator, runners, open batches and hosts to `health`, from the status of the running system."""
     children = live["system"].get("children", [])
     if "weights_version" in live:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
@@ -217,10 +217,22 @@ def _add_from_log(log: Log, health: dict[str, Any]) -> None:
     last_lives_of_runners = {life.runner: life for life in log.runner_lives()}.values()
     health["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,
-         "state": life.state if health.get("led_by") else state_of_runner(life.pid, is_system_up=health["up"]),
+         "state": life.state if health.get("led_by") else _state_of_runner(life.pid, is_system_up=health["up"]),
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in last_lives_of_runners if host_of(life.runner) not in absent_hosts
     ]
+
+
+def _state_of_runner(pid: int, *, is_system_up: bool) -> str:
+    """Return "stopped" if SIGSTOP suspended the runner, "silent" if it is alive otherwise, and "down" if it is gone.
+
+    If its system is not up, a process with this pid belongs to another program, and the runner is "down".
+    """
+    with contextlib.suppress(psutil.Error, ValueError):
+        process = psutil.Process(pid)
+        if is_system_up and process.cmdline()[:1] and process.cmdline()[0].startswith("Runner"):
+            return "stopped" if process.status() == psutil.STATUS_STOPPED else "silent"
+    return "down"
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trinity_es.client.silent_system import stopped_processes
+import psutil
+
 from trinity_es.config.config import Config
 from trinity_es.projections.why.answer import (
     ADD_SERVER,
@@ -31,32 +33,32 @@ _SYSTEM_CAUSES = {"no_server", "unwritten", "no_system", "ending", "restarting",
 def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
     """Yield a line per problem. `health`: the result of `read_health` so far; `live`: the system's status, or None."""
     logs = config.system.log_dir
-    last_batch = health.get("last_batch") or {}
-    resume = resume_command(health["store"]) if health.get("run") else ""
+    last_batch, run = health["last_batch"] or {}, health["run"] or {}
+    resume = resume_command(health["store"]) if run else ""
     if last_batch.get("failed_whole") and not health["batches"]:
         remedy = f"{resume_after_fix(resume)} generates it again" if resume else "start its trainer again"
         yield (f"batch {plain(last_batch['batch_id'])}, the last, gave nothing: each of its runs failed; "
                f"`trinity-es why {plain(last_batch['batch_id'])}` says how: fix that, then {remedy}")
-    if health.get("led_by"):
+    if health["led_by"]:
         yield (f"the run is led by {health['led_by']}, and this machine takes no part in it: this is read from the "
                "log; for more ask there, or on a host that takes part (`trinity-es join`)")
         return
     if not health["up"]:
         remedy = resume_advice(resume)
-        if health.get("ends"):
-            if whys or _has_steps_left(health):
+        if health["ends"]:
+            if whys or run.get("complete") is False:
                 yield f"the actor system ends: {health['ends']}; {remedy}"
         elif health["keeper"] is not None:
             yield (f"the actor system is gone, and its keeper (pid {health['keeper']}) starts it again: if it does not "
                    f"come, keeper.log in {logs} says why")
         elif whys:
-            progress = f"the run is at step {health['run']['step']} and " if health.get("run") else ""
-            yield (f"no actor system runs on this store, though {progress}{_open_count(len(whys))} open: "
-                   f"{remedy}")
-        elif not (health.get("run") and health["run"]["complete"]):
-            yield from _interrupted_run(health.get("killed") or {}, resume, health.get("run") or {})
+            progress = f"the run is at step {run['step']} and " if run else ""
+            count = "1 batch is" if len(whys) == 1 else f"{len(whys)} batches are"
+            yield f"no actor system runs on this store, though {progress}{count} open: {remedy}"
+        elif not run.get("complete"):
+            yield from _interrupted_run(health["killed"], resume, run)
         return
-    if live is None and (stopped_pids := stopped_processes(health["admin"]["pid"])):
+    if live is None and (stopped_pids := _stopped_processes(health["admin"]["pid"])):
         pids = " ".join(map(str, stopped_pids))
         yield (f"its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT {pids}` lets them go on, and "
                "nothing is lost")
@@ -65,7 +67,7 @@ def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None
         yield (f"the actor system (pid {health['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
                f"{logs} say why; `trinity-es down` and `trinity-es up` go on with what is open")
         return
-    if health["keeper"] is None and health.get("keeper_ended") and config.system.keeper:
+    if health["keeper"] is None and health["keeper_ended"] and config.system.keeper:
         yield (f"its keeper (pid {health['keeper_ended']}) has ended: batches go on, but if the guardian or the admin "
                "dies, neither is started again; `trinity-es down` and `trinity-es up` bring a keeper back")
     fenced = live["system"].get("fenced")
@@ -120,7 +122,6 @@ def _interrupted_run(killed: dict[str, int], resume: str, run: Mapping[str, Any]
 
 
 def _host_fault(host: dict[str, Any]) -> str | None:
-    """Return a joined host's fault and its remedy; None without a fault."""
     if host["state"] == "lost":
         return (f"was lost: {host['reason']}; its work is attempted elsewhere. If it does not come back by itself, run "
                 "`trinity-es join` on it")
@@ -131,10 +132,13 @@ def _host_fault(host: dict[str, Any]) -> str | None:
     return None
 
 
-def _has_steps_left(health: dict[str, Any]) -> bool:
-    """Return True only if a `trinity-es run` is known to have steps left."""
-    return bool(health.get("run")) and health["run"]["complete"] is False
-
-
-def _open_count(n: int) -> str:
-    return "1 batch is" if n == 1 else f"{n} batches are"
+def _stopped_processes(admin_pid: int) -> list[int]:
+    """Return the pids of those processes, among the admin and its descendants, that SIGSTOP suspended."""
+    pids = list[int]()
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(admin_pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    pids.append(process.pid)
+    return pids

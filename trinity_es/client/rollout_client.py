@@ -7,8 +7,6 @@ store, which the client's process opens itself.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 import uuid
@@ -173,7 +171,7 @@ class RolloutClient(SystemClient):
         """Have the coordinator finalize a batch of this type, and return the result. Raises as the public methods."""
         command = commands.FinalizeBatch(
             batch_id=require_batch_id(batch_id), batch_type=batch_type,
-            timeout=argument_checks.timeout_seconds("timeout", timeout),
+            timeout=argument_checks.timeout_seconds(timeout),
             groups=None if groups is None else argument_checks.whole_number("groups", groups),
         )
         try:
@@ -187,7 +185,6 @@ class RolloutClient(SystemClient):
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Abort a batch and stop its running tasks. Does nothing for an unknown id or a batch that has ended."""
-        argument_checks.text("reason", reason)
         self._link.call(commands.AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results))
 
@@ -199,11 +196,9 @@ class RolloutClient(SystemClient):
         or unknown task, and for a batch that has ended, because its result is final.
         """
         numbers = [tasks] if isinstance(tasks, int) else argument_checks.list_of("tasks", tasks, "numbers of tasks")
-        argument_checks.text("reason", reason)
-        caller = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
         self._link.call(commands.RedoTasks(
             batch_id=require_batch_id(batch_id), tasks=[argument_checks.whole_number("tasks", n) for n in numbers],
-            reason=f"{reason} ({caller})" if reason else caller,
+            reason=argument_checks.reason_with_caller(reason),
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
@@ -211,10 +206,8 @@ class RolloutClient(SystemClient):
         blobs = argument_checks.list_of("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not blobs:
             return {}
-        refs = []
-        for data in blobs:
-            count = len(Experience.deserialize_many(data))
-            refs.append(PayloadRef(digest=self._payloads.put(data), first=0, count=count))
+        refs = [PayloadRef(count=len(Experience.deserialize_many(data)), digest=self._payloads.put(data), first=0)
+                for data in blobs]
         return self._link.call(commands.ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
@@ -272,7 +265,7 @@ class RolloutClient(SystemClient):
     def take_columns(self, n: int, *, timeout: float | None = None, step: int | None = None) -> ExperienceColumns:
         """Take experiences as `take_experiences` does, and return them as columns."""
         items = self._take(commands.TakeExperiences(
-            n=argument_checks.whole_number("n", n), timeout=argument_checks.timeout_seconds("timeout", timeout),
+            n=argument_checks.whole_number("n", n), timeout=argument_checks.timeout_seconds(timeout),
             step=None if step is None else argument_checks.whole_number("step", step),
         ))
         taken = [(PayloadRef(**ref), item["use_count"]) for item in items for ref in item["refs"]]
@@ -332,7 +325,7 @@ class RolloutClient(SystemClient):
         Pass the position as the next call's `after`. A trainer that resumed (`resumed_at`) gets the redelivered batches
         first, whatever `after` is. Raises TimeoutError.
         """
-        timeout = argument_checks.timeout_seconds("timeout", timeout)
+        timeout = argument_checks.timeout_seconds(timeout)
         after = argument_checks.whole_number("after", after)
         with contextlib.suppress(IndexError):
             return self._pending_redeliveries.popleft(), self._redelivered_up_to
@@ -380,7 +373,7 @@ class RolloutClient(SystemClient):
         `synchronizer.sync_timeout`). `version` is the current one all the same: running engines keep their old weights,
         and an engine that starts later loads it. Sync the same version again, or a newer one.
         """
-        seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        seconds = argument_checks.timeout_seconds(timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(argument_checks.whole_number("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
@@ -401,7 +394,7 @@ class RolloutClient(SystemClient):
         current one. Also raises it if an engine can't load the adapter within `timeout` (seconds, default
         `synchronizer.sync_timeout`); that engine keeps its earlier version.
         """
-        seconds = argument_checks.timeout_seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        seconds = argument_checks.timeout_seconds(timeout) or self.config.synchronizer.sync_timeout
         number = argument_checks.whole_number("version", version)
         return self._publisher.publish_adapter(argument_checks.text("name", name), number, path, seconds)
 

@@ -116,7 +116,6 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _pause_own_batches(self) -> None:
-        """Pause the batches of this scheduler, and wait until none of their tasks runs."""
         self._own_batches &= set((await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0)))["batches"])
         await self._ask(commands.PauseBatches(batches=list(self._own_batches)))
         for batch_id in self._own_batches:
@@ -277,8 +276,8 @@ class Scheduler:
 
     async def _cancel_open_tasks(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
         """Cancel the open tasks of a batch (None: of all scheduled batches). `partial`: see `return_partial_tasks`."""
-        return_partial = None if partial is None else bool(partial)
-        await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=return_partial))
+        await self._ask(commands.DropOpenTasks(
+            batch_id=batch_id, reason=reason, return_partial=None if partial is None else bool(partial)))
 
     async def _results(
         self, read: ReadResults, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
@@ -288,7 +287,7 @@ class Scheduler:
         require_batch_id(batch_id)
         if min_num is not None:
             min_num = argument_checks.whole_number("min_num", min_num)
-        seconds = argument_checks.timeout_seconds("timeout", timeout)
+        seconds = argument_checks.timeout_seconds(timeout)
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         self._own_batches.add(batch_id)
         return await self._await_tracked(self._take_results(read, batch_id, min_num, deadline, clear, partial))
@@ -393,7 +392,7 @@ class Scheduler:
         Raises WaitTimeout (TimeoutError) if no task finishes for `timeout` seconds (None: no limit but the timeout of
         each attempt). `clear_timeout_tasks`: before that, cancel the open tasks of all scheduled batches of the store.
         """
-        seconds = argument_checks.timeout_seconds("timeout", timeout)
+        seconds = argument_checks.timeout_seconds(timeout)
         await self._await_tracked(self._wait_all(seconds, clear_timeout_tasks))
 
     async def _wait_all(self, timeout: float | None, clear: bool) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -102,7 +100,7 @@ class SystemClient:
         as a failed attempt. A runner that failed, is quarantined or waits for its restart is started at once. The event
         `RunnerLost` records this caller and `reason`. Raises RunnerNotFound (KeyError), TimeoutError.
         """
-        limit = argument_checks.timeout_seconds("timeout", timeout) or 60.0
+        limit = argument_checks.timeout_seconds(timeout) or 60.0
         deadline = time.monotonic() + limit
         status = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not status:
@@ -115,11 +113,10 @@ class SystemClient:
         if name not in incarnations:
             raise RunnerNotFound(f"there is no runner {name!r}. The runners are: "
                                  f"{', '.join(sorted(incarnations)) or 'none'}")
-        caller = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         command = RestartRunner(
             runner=name,
             incarnation=incarnations[name],  # so a request that arrives twice ends one process only
-            reason=f"{caller}: {reason}" if reason else caller,
+            reason=argument_checks.reason_with_caller(reason),
         )
         answer = self._link.call(command, max(0.0, deadline - time.monotonic()))
         return dict(answer)
@@ -138,8 +135,7 @@ class SystemClient:
 
         Returns the host's epoch and the number of its current units. Raises HostNotFound.
         """
-        caller = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
-        answer = self._link.call(DrainHost(host=name, reason=f"{caller}: {reason}" if reason else caller))
+        answer = self._link.call(DrainHost(host=name, reason=argument_checks.reason_with_caller(reason)))
         return dict(answer)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
@@ -173,13 +169,12 @@ class SystemClient:
         """Wait until every engine serves. Raises StartupError with the reason if an engine can't."""
         explorer = self.config.explorer
         lifecycle.wait_ready(
-            self.status, argument_checks.timeout_seconds("timeout", timeout) or self.config.system.startup_timeout,
+            self.status, argument_checks.timeout_seconds(timeout) or self.config.system.startup_timeout,
             progress=progress, runners=explorer.engine_num, servers=len(explorer.rollout_model.servers.urls),
             logs=self.config.system.log_dir,
         )
 
     def _end(self) -> int:
-        """End the whole system. Returns the number of processes that had to be killed."""
         running_system.stop_keeper(self.config)
         with contextlib.suppress(TrinityError):  # reconnects if the keeper has started another system
             self._link.where()

@@ -15,7 +15,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 from trinity_es.dashboard.rendering import render
 
@@ -31,13 +31,6 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 WEEK_SECONDS = 7 * 86400
-
-
-def _host_name(host: str) -> str:
-    """Return the name or IP address in a Host header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower().rstrip(".")
 
 
 class AccessMiddleware:
@@ -75,7 +68,7 @@ class AccessMiddleware:
     async def _access_answer(self, scope: Any, receive: Any) -> Any:
         """Return the response to a request that is refused or logs in; None for a request that the app may answer."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._is_own_name(_host_name(headers.get(b"host", ""))):
+        if not self._is_own_host(headers.get(b"host", "")):
             return _page(421, "this server has another name",
                          "The Host header names another machine. Start the dashboard with --host NAME to allow another "
                          "name of this machine.")
@@ -91,15 +84,17 @@ class AccessMiddleware:
             if not self._is_token(tokens[0]):
                 return _token_form("That token is wrong.")
             other_parameters = urlencode([(n, v) for n, v in query if n != "token"])
-            url = _local_path(scope["path"]) + (f"?{other_parameters}" if other_parameters else "")
+            path = "/" + quote(scope["path"].lstrip("/\\"))  # one slash: `//elsewhere` would be another server
+            url = path + (f"?{other_parameters}" if other_parameters else "")
             return self._log_in(url, secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
         if self._is_token(bearer) or hmac.compare_digest(self._cookie_ticket(headers.get(b"cookie", "")), self.ticket):
             return None
         return _token_form("")
 
-    def _is_own_name(self, name: str) -> bool:
-        """Return True if the Host header may have this name or address."""
+    def _is_own_host(self, host: str) -> bool:
+        """Return True if the Host header may have this value: a name or an IP address, perhaps with a port."""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower().rstrip(".")
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -129,20 +124,12 @@ class AccessMiddleware:
         return self._log_in("/", secure=secure) if self._is_token(token) else _token_form("That token is wrong.")
 
     def _log_in(self, url: str, *, secure: bool) -> Any:
-        """Return a redirect to this URL that sets the cookie."""
         from starlette.responses import RedirectResponse
 
         answer = RedirectResponse(url, status_code=303)
         answer.set_cookie(
             self.cookie_name, self.ticket, max_age=WEEK_SECONDS, httponly=True, secure=secure, samesite="lax", path="/")
         return answer
-
-
-def _local_path(path: str) -> str:
-    """Return the path with one leading slash, because `//elsewhere` would redirect to another server."""
-    from urllib.parse import quote
-
-    return "/" + quote(path.lstrip("/\\"))
 
 
 def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:

@@ -24,6 +24,7 @@ from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events import errors
 from trinity_es.events.store.database.urls import masked
 from trinity_es.safe_text import plain
+from trinity_es.telemetry.prometheus import CONTENT_TYPE, prometheus_text
 
 __all__ = ["create_app"]
 
@@ -98,7 +99,6 @@ def create_app(
         return render_page(page, None, status)
 
     def handler(route: Route) -> Any:
-        """Return the handler of requests for this route."""
         async def handle(request: Request) -> Response:
             make = partial(make_page, route, request.url.path, dict(request.query_params))
             return response(await asyncio.get_running_loop().run_in_executor(threads, make))
@@ -115,8 +115,6 @@ def create_app(
 
     def make_metrics() -> tuple[int, bytes]:
         """Compute the status and the text of /metrics, in a thread."""
-        from trinity_es.telemetry.prometheus import prometheus_text
-
         try:
             return 200, prometheus_text(tail.log())
         except errors.TrinityError as e:
@@ -127,7 +125,7 @@ def create_app(
 
     async def metrics(request: Request) -> Response:
         status, text = await asyncio.get_running_loop().run_in_executor(threads, make_metrics)
-        return Response(text, status_code=status, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(text, status_code=status, media_type=CONTENT_TYPE)
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
@@ -135,7 +133,6 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        """Follow the log from the start of the app to its end."""
         await tail.start()
         try:
             yield

@@ -51,17 +51,15 @@ class CachedBatch:
         return self.timeline
 
     def _extend_timeline(self, recorded: Iterable[Recorded], timeline: BatchTimeline | None) -> BatchTimeline:
-        """Fold events into the timeline, and record their positions."""
+        def note_positions() -> Iterator[Recorded]:
+            for item in recorded:
+                self.positions.append(item.position)
+                yield item
+
         if timeline is None:  # a fold from the first event, also after the log was restored from a copy
             self.positions = array("q")
             self._past_state, self._past_version = None, 0
-        return fold_timeline(self._note_positions(recorded), timeline)
-
-    def _note_positions(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
-        """Yield the events unchanged, and append their positions to `positions`."""
-        for item in recorded:
-            self.positions.append(item.position)
-            yield item
+        return fold_timeline(note_positions(), timeline)
 
     def version_at(self, position: int) -> int:
         """Return the stream version of the last event at or before a log position; 0 if there is none."""

@@ -29,7 +29,6 @@ ROLLOUTS = 24
 """Number of exported rollouts, half of them the best and half the worst by reward."""
 EXPERIENCES_PER_RUN = 4
 MAX_CHARACTERS = 4000
-"""Maximum number of characters of each prompt and each response."""
 MAX_TOKENS = 400
 
 

@@ -15,21 +15,13 @@ from trinity_es.projections.history.attempts import Attempt, BatchTimeline, Task
 from trinity_es.projections.why.answer import span
 
 __all__ = [
-    "Bar",
-    "Cell",
-    "Lane",
-    "Window",
-    "attempts_by_runner",
-    "bar_kind",
-    "cells",
-    "drawing",
-    "lane",
-    "reward_range_of",
+    "Bar", "Cell", "Lane", "Window", "attempts_by_runner", "bar_kind", "cells", "drawing", "lane", "reward_range_of",
     "ticks",
 ]
 
 SHADES = 6
 """Number of colour shades for rewards, from the batch's lowest to its highest."""
+MAX_TICKS = 6
 MAX_ROWS = 40
 """Maximum number of rows in one lane; further overlapping bars share the last row."""
 
@@ -84,12 +76,12 @@ def bar_kind(attempt: Attempt) -> str:
     return attempt.outcome if attempt.outcome in ("finished", "running", "dropped") else "failed"
 
 
-def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) -> Lane:
+def lane(attempts: Iterable[tuple[int, Attempt]], window: Window) -> Lane:
     """Arrange (task, attempt) pairs as bars. Attempts that overlap in time get different rows."""
     bars: list[Bar] = []
     row_free_at: list[float] = []
     for task, attempt in sorted(attempts, key=lambda pair: pair[1].dispatched_at):
-        began_at, ended_at = attempt.dispatched_at, now if attempt.ended_at is None else attempt.ended_at
+        began_at, ended_at = attempt.dispatched_at, window.end if attempt.ended_at is None else attempt.ended_at
         row = next((i for i, free_at in enumerate(row_free_at) if free_at <= began_at), None)
         if row is None:
             row = min(len(row_free_at), MAX_ROWS - 1)
@@ -105,7 +97,6 @@ def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) ->
 
 
 def _title(task: int, attempt: Attempt, seconds: float) -> str:
-    """Return the tooltip of an attempt's bar."""
     runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
         f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}")
     message = f"\n{attempt.message[:300]}" if attempt.message else ""
@@ -116,7 +107,7 @@ def _title(task: int, attempt: Attempt, seconds: float) -> str:
     )
 
 
-def ticks(window: Window, max_ticks: int = 6) -> list[tuple[float, str]]:
+def ticks(window: Window) -> list[tuple[float, str]]:
     """Return the ticks of the time axis as (percent, label), at round times since the window's start."""
     seconds = window.end - window.start
     if seconds <= 0:
@@ -124,7 +115,7 @@ def ticks(window: Window, max_ticks: int = 6) -> list[tuple[float, str]]:
     steps = [m * 10.0**k for k in range(-3, 2) for m in (1, 2, 5)]
     steps += [60.0 * m for m in (1, 2, 5, 10, 15, 30)] + [3600.0 * m for m in (1, 2, 3, 6, 12, 24, 48, 96, 240, 720)]
     steps = sorted(s for s in steps if s != 50.0)
-    step = next((s for s in steps if seconds / s <= max_ticks), steps[-1])
+    step = next((s for s in steps if seconds / s <= MAX_TICKS), steps[-1])
     labels = []
     i = 0
     while i * step <= seconds and i <= 40:
@@ -153,7 +144,7 @@ def drawing(timeline: BatchTimeline, window: Window, tasks: Sequence[TaskTimelin
         "timeline": timeline, "state": timeline.state, "window": window, "ticks": ticks(window),
         "counts": timeline.counts,
         "moments": [(window.x(at), what) for at, what in timeline.turns],
-        "tasks": [(t, grid[t.task], lane([(t.task, a) for a in t.attempts], window, window.end)) for t in tasks],
+        "tasks": [(t, grid[t.task], lane([(t.task, a) for a in t.attempts], window)) for t in tasks],
         "most_runs": max((len(c) for c in grid.values()), default=1),
     }
 

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -101,12 +102,10 @@ class Tail:
             opened.close()
 
     async def start(self) -> None:
-        """Read the log's end, and start the task that follows it."""
         await self._read_end()
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the task, wake all waiting pages, and close the log."""
         self.closing = True
         self._wake_waiters()
         if self._task is not None:
@@ -116,7 +115,6 @@ class Tail:
         self._close_log()
 
     async def _run(self) -> None:
-        """Read the log's end every `interval` seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(self.interval)
             await self._read_end()
@@ -179,12 +177,7 @@ class Tail:
         """Return the streams with events after this position; None if the tail does not remember all these events."""
         if after < self._remembered_after:
             return None
-        streams = set[str]()
-        for position, stream in reversed(self._recent):
-            if position <= after:
-                break
-            streams.add(stream)
-        return sorted(streams)
+        return sorted({stream for _, stream in takewhile(lambda event: event[0] > after, reversed(self._recent))})
 
 
 def _message(name: str, data: dict[str, Any], position: int | None = None) -> bytes:

@@ -7,9 +7,9 @@ No text of a rollout, an error or an id is ever markup: autoescape is on for eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import orjson
 from markupsafe import Markup
 
 from trinity_es.dashboard import page_urls
-from trinity_es.events.values import BatchId, local_time
+from trinity_es.events.values import local_time
 from trinity_es.projections.why.answer import span
 from trinity_es.safe_text import plain, shown
 
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 __all__ = [
-    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "named", "number", "percent",
+    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "named", "number",
     "render", "state", "when", "zone",
 ]
 
 HERE = Path(__file__).parent
-"""Folder of the dashboard, with its templates and static files."""
 NONE = Markup('<span class="none">–</span>')
 
 
@@ -46,10 +45,6 @@ def number(value: float | None, digits: int = 3) -> str | Markup:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.4g}"
-
-
-def percent(part: float, whole: float) -> str:
-    return "0" if not whole else f"{100 * part / whole:.0f}"
 
 
 def clock(seconds: float | None) -> str | Markup:
@@ -124,10 +119,6 @@ def json_data(value: Any, element_id: str) -> Markup:
     return Markup('<div hidden id="{}">{}</div>').format(element_id, text)
 
 
-def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
-    return lambda run: page_urls.rollout_url(batch_id, task, run)
-
-
 @cache
 def environment() -> Environment:
     """Return the jinja2 environment, in which an undefined name is an error."""
@@ -143,9 +134,9 @@ def environment() -> Environment:
     }
     env.globals |= {
         "batch_url": page_urls.batch_url, "rollout_url": page_urls.rollout_url, "runner_url": page_urls.runner_url,
-        "rollouts_url": page_urls.rollouts_url, "weights_url": page_urls.weights_url, "rollout_of": _rollout_of,
-        "link": page_urls.link, "json_data": json_data, "percent": percent,
-        "none_value": None, "bar": bar, "named": named, "zone": zone,
+        "rollouts_url": page_urls.rollouts_url, "weights_url": page_urls.weights_url,
+        "rollout_of": lambda batch_id, task: partial(page_urls.rollout_url, batch_id, task),
+        "link": page_urls.link, "json_data": json_data, "bar": bar, "named": named, "zone": zone,
     }
     return env
 

@@ -17,6 +17,7 @@ from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
 from trinity_es.events.store.payloads.experiences import ExperienceReader
+from trinity_es.events.store.payloads.payloads import later
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log
@@ -30,9 +31,7 @@ __all__ = [
 TEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or a response that a page shows."""
 MESSAGE_CHARACTERS = 8_000
-"""Maximum number of characters of one message of a conversation."""
 CONVERSATION_CHARACTERS = 200_000
-"""Maximum number of characters of all messages of a conversation."""
 JSON_CHARACTERS = 20_000
 PREVIEW_CHARACTERS = 160
 PREVIEW_BYTES = 32_000_000
@@ -80,13 +79,7 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
     """
     texts: dict[tuple[BatchId, int, int], str] = {}
     stored_rows = [row for row in rows if row.payload is not None]
-    if not stored_rows:
-        return texts
-    try:
-        payloads = log.payloads()
-    except TrinityError:
-        return texts
-    with closing(payloads):
+    with closing(later(log.payloads)) as payloads:
         reader, last_digest = ExperienceReader(payloads), ""
         bytes_left = PREVIEW_BYTES
         for row in sorted(stored_rows, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
@@ -189,9 +182,9 @@ def experience_values(
     response, response_more = cut(response_of(e), max_characters)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}
     return {
-        "eid": e.eid, "type": e.experience_type, "reward": e.reward, "metrics": sorted(e.metrics.items()),
+        "eid": e.eid, "reward": e.reward, "truncated": e.truncate_status,
         "advantage": _statistics(e.advantages), "returns": _statistics(e.returns), "logprob": _statistics(e.logprobs),
-        "token_reward": _statistics(e.token_level_reward), "truncated": e.truncate_status,
+        "token_reward": _statistics(e.token_level_reward),
         "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
         "messages": messages(e), "overlay": tokens.overlay(e, decode, source, max_tokens),
         "info": cut(as_json(info), JSON_CHARACTERS)[0] if info else "",

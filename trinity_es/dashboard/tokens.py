@@ -153,8 +153,7 @@ def overlay(e: Experience, decode: Decode | None = None, source: str = "", max_t
 def _is_bytes(e: Experience) -> bool:
     """Return True if the first tokens of the response (up to 256) are the bytes of its text."""
     text = (e.response_text or "")[:256].encode(errors="replace")[:256]
-    ids = e.tokens[e.prompt_length : e.prompt_length + len(text)]
-    return bool(text) and ids.tolist() == list(text)
+    return bool(text) and e.tokens[e.prompt_length : e.prompt_length + len(text)].tolist() == list(text)
 
 
 def _version_spans(e: Experience, response_tokens: int) -> list[tuple[int, int, int]]:

@@ -35,7 +35,7 @@ class JsonlMonitor:
     def _open(self) -> None:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
-    def begin(self, rows: Iterable[Row], line_ids: Collection[LineId]) -> int:
+    def rewrite(self, rows: Iterable[Row], line_ids: Collection[LineId]) -> int:
         """Replace the file by one with `rows`, and return the last log position of the old file.
 
         If the old file has a line that is not in `line_ids`, it belongs to another run: it is renamed, and 0 returned.

@@ -54,7 +54,6 @@ class TensorboardMonitor:
             self._writer.flush()
 
     def _write(self, **fields: Any) -> None:
-        """Add an event of TensorBoard with these fields and the current time."""
         self._writer.add_event(self._events.Event(wall_time=time.time(), **fields))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

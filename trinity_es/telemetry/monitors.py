@@ -34,12 +34,10 @@ from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, LineId, Row
 from trinity_es.telemetry.monitor_services import Monitor
 from trinity_es.telemetry.opentelemetry import start_traces
 
-__all__ = ["Monitors"]
+__all__ = ["Monitors", "finite_metrics"]
 
 CLOSE_SECONDS = 10.0
-"""How long `close` waits for slow monitors."""
 READ_SECONDS = 0.5
-"""Interval between reads of the log."""
 _TYPES = (*explorer_metrics.TYPES, "BatchTrained")
 _STEP_PREFIXES = ("rollout/", "eval/", "bench/", "explorer/")
 """Prefixes of the explorer's metrics. A trainer's metric with such a prefix gets `trainer/` before it."""
@@ -100,17 +98,12 @@ class Monitors:
                                         args=(self._url, self._write_new_metrics, self._stop, READ_SECONDS, on_error))
         self._reader.start()
 
-    def log(
-        self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None,
-        at: float | None = None,
-    ) -> None:
-        """Write metrics of a step. Names without a slash get `prefix`. Values that are not finite are left out."""
-        finite_metrics = _finite_metrics(metrics, prefix)
-        if finite_metrics:
-            if self._jsonl is not None:
-                with self._jsonl_lock:
-                    self._call_monitor("jsonl", partial(self._jsonl.log, finite_metrics, step, position, at))
-            self._queue.put((finite_metrics, step))
+    def log(self, row: Row) -> None:
+        """Write metrics of a step. All are finite."""
+        if self._jsonl is not None:
+            with self._jsonl_lock:
+                self._call_monitor("jsonl", partial(self._jsonl.log, *row))
+        self._queue.put(row[:2])
 
     def close(self) -> None:
         """Write the metrics that the log has by now, and close the monitors. Waits at most about CLOSE_SECONDS."""
@@ -137,14 +130,12 @@ class Monitors:
             self._call_monitor(name, monitor.close)
 
     def _call_monitor(self, name: str, call: Callable[[], None]) -> None:
-        """Call a monitor, and log its error, if any, once."""
         try:
             call()
         except Exception as e:  # monitors are user code or call servers
             self._warn_once(name, e)
 
     def _warn_once(self, name: str, error: Exception) -> None:
-        """Log the first error of a monitor; its later errors are not logged."""
         if name not in self._warned_names:
             self._warned_names.add(name)
             _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)
@@ -157,8 +148,7 @@ class Monitors:
         end = log.head().position
         for recorded in log.read(types=_TYPES, after=self._position):
             if row := _metrics_row(recorded, self._times.take(recorded)):
-                metrics, step, position, at = row
-                self.log(metrics, step, "", position, at)
+                self.log(row)
             self._position = recorded.position
         self._position = max(self._position, end)
 
@@ -187,7 +177,7 @@ class Monitors:
         if self._jsonl is not None:
             try:
                 with self._jsonl_lock:
-                    written_position = self._jsonl.begin((row for _, row in rows.values()), line_ids)
+                    written_position = self._jsonl.rewrite((row for _, row in rows.values()), line_ids)
             except OSError as e:
                 self._warn_once("jsonl", e)
         for is_repeated, (metrics, step, position, _) in rows.values():
@@ -200,12 +190,12 @@ def _metrics_row(recorded: Recorded, explorer: Mapping[str, float]) -> Row | Non
     """Return an event's metrics and the `explorer` metrics as a row; None if the event has no metrics or no step."""
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
-            metrics = _finite_metrics({**result["metrics"], **explorer}, "rollout")
+            metrics = finite_metrics({**result["metrics"], **explorer}, "rollout")
             step = explorer_metrics.step_of(result["batch_id"])
         case ev.BatchTrained() as event:
             trainer_metrics = {f"trainer/{name}" if name.startswith(_STEP_PREFIXES) else name: value
                                for name, value in event.metrics.items()}
-            metrics, step = _finite_metrics(trainer_metrics, "trainer"), event.step
+            metrics, step = finite_metrics(trainer_metrics, "trainer"), event.step
         case _:
             return None
     if not metrics or step < 0:  # below 0: the batch's id does not begin with a number
@@ -213,7 +203,7 @@ def _metrics_row(recorded: Recorded, explorer: Mapping[str, float]) -> Row | Non
     return metrics, step, recorded.position, recorded.recorded_at
 
 
-def _finite_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     """Return the metrics with finite values. Names without a slash get the prefix."""
     full_names = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in full_names.items() if math.isfinite(value)}

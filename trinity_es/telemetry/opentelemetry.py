@@ -196,7 +196,6 @@ class Traces:
                 raise OSError(f"the OTLP receiver refused {len(spans)} spans of {final_event.stream}: its log says why")
 
     def _warn_once(self, action: str, error: Exception) -> None:
-        """Log the first error of an action; later ones of the same action are not logged."""
         if action not in self._warned_actions:
             self._warned_actions.add(action)
             _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", action,
@@ -211,18 +210,18 @@ def spans_of(
 
     `parts`: answers and steps that the journals of lost attempts kept, by the digest of the journal's payload.
     """
-    spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", {
+    state = timeline.state
+    spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", str(state.batch_id), {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
         "rl.run.id": generation, "rl.log": url,
     })
-    state = timeline.state
     end = timeline.last_at if timeline.ended_at is None else timeline.ended_at
     rewards = [reward for task in timeline.tasks for reward in task.rewards]
     counts, is_aborted = timeline.counts, state.state.value == "aborted"
     yield spans.span(
         "rl.batch", (), None, timeline.submitted_at, end,
         {
-            "rl.batch.id": str(state.batch_id), "rl.batch.type": state.batch_type, "rl.batch.state": state.state.value,
+            "rl.batch.type": state.batch_type, "rl.batch.state": state.state.value,
             "rl.batch.tasks": len(timeline.tasks),
             **{f"rl.batch.tasks.{name}": counts[name] for name in ("finished", "failed", "dropped")},
             "rl.batch.attempts.failed": state.failed_attempts,
@@ -233,11 +232,11 @@ def spans_of(
         error=timeline.turns[-1][1] if is_aborted else None, turns=timeline.turns,
     )
     for task in timeline.tasks:
-        yield from _task_spans(spans, str(state.batch_id), task, end)
-        yield from _part_spans(spans, str(state.batch_id), task, parts or {})
+        yield from _task_spans(spans, task, end)
+        yield from _part_spans(spans, task, parts or {})
 
 
-def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: float) -> Iterator[ReadableSpan]:
+def _task_spans(spans: _SpanFactory, task: TaskTimeline, batch_end: float) -> Iterator[ReadableSpan]:
     """Yield the spans of a task and of its attempts. The span of an unfinished task ends with its batch."""
     end = batch_end if task.ended_at is None else task.ended_at
     start = task.attempts[0].dispatched_at if task.attempts else end
@@ -245,7 +244,7 @@ def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: 
     yield spans.span(
         "rl.task", (task.task,), (), start, end,
         {
-            "rl.batch.id": batch, "rl.task.index": task.task, "rl.task.state": task.state, "rl.task.runs": task.runs,
+            "rl.task.index": task.task, "rl.task.state": task.state, "rl.task.runs": task.runs,
             "rl.task.attempts": len(task.attempts), "rl.reward": task.reward,
             "rl.tokens.response": task.response_tokens,
         },
@@ -256,11 +255,11 @@ def _task_spans(spans: _SpanFactory, batch: str, task: TaskTimeline, batch_end: 
     for attempt in task.attempts:
         key = attempt.run_id_base, attempt.attempt
         dispatch_counts[key] += 1
-        yield _attempt_span(spans, batch, task.task, attempt, dispatch_counts[key], end)
+        yield _attempt_span(spans, task.task, attempt, dispatch_counts[key], end)
 
 
 def _part_spans(
-    spans: _SpanFactory, batch: str, task: TaskTimeline, parts: Mapping[str, Sequence[JournalPart]]
+    spans: _SpanFactory, task: TaskTimeline, parts: Mapping[str, Sequence[JournalPart]]
 ) -> Iterator[ReadableSpan]:
     """Yield a span for each answer and step that the journal of a lost attempt kept."""
     for kept in (attempt.kept for attempt in task.attempts if attempt.kept is not None):
@@ -277,15 +276,15 @@ def _part_spans(
             if part.ended > earlier_seconds and kept.run_id_base <= part.run < kept.run_id_base + kept.runs:
                 part_key = (*attempt_key, kept.run_id_base, number)
                 journal_start = lost_attempt.dispatched_at - earlier_seconds
-                yield _part_span(spans, batch, part, part_key, attempt_key, journal_start, earlier_seconds)
+                yield _part_span(spans, part, part_key, attempt_key, journal_start, earlier_seconds)
 
 
 def _part_span(
-    spans: _SpanFactory, batch: str, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...],
-    journal_start: float, earlier_seconds: float,
+    spans: _SpanFactory, part: JournalPart, key: tuple[int, ...], parent: tuple[int, ...], journal_start: float,
+    earlier_seconds: float,
 ) -> ReadableSpan:
     """Return the span of a kept answer or step. The part's times count from `journal_start`."""
-    attributes: dict[str, Any] = {"rl.batch.id": batch, "rl.task.index": key[0], "rl.run": part.run}
+    attributes: dict[str, Any] = {"rl.task.index": key[0], "rl.run": part.run}
     if part.step:
         attributes |= {"rl.step.name": part.step[:_WIDTH], "rl.step.state": part.finish or "begun"}
     else:
@@ -298,41 +297,38 @@ def _part_span(
                       journal_start + max(part.began, earlier_seconds), journal_start + part.ended, attributes)
 
 
-def _attempt_span(
-    spans: _SpanFactory, batch: str, task: int, attempt: Attempt, dispatch: int, end: float
-) -> ReadableSpan:
+def _attempt_span(spans: _SpanFactory, task: int, attempt: Attempt, dispatch: int, end: float) -> ReadableSpan:
     """Return the span of an attempt's `dispatch`-th dispatch. An open attempt ends with its task, at `end`."""
     has_failed = attempt.outcome not in ("finished", "dropped", "running")
     return spans.span(
         "rl.attempt", (task, attempt.run_id_base, attempt.attempt, dispatch), (task,), attempt.dispatched_at,
         end if attempt.ended_at is None else attempt.ended_at,
         {
-            "rl.batch.id": batch, "rl.task.index": task, "rl.attempt": attempt.attempt,
-            "rl.attempt.first_run": attempt.run_id_base, "rl.attempt.runs": attempt.runs,
-            "rl.attempt.outcome": attempt.outcome, "rl.attempt.seconds": attempt.seconds,
-            "rl.failure.kind": attempt.outcome if has_failed else None, "rl.runner": attempt.runner,
-            "rl.runner.incarnation": attempt.incarnation, "rl.weights.version": attempt.model_version,
+            "rl.task.index": task, "rl.attempt": attempt.attempt, "rl.attempt.first_run": attempt.run_id_base,
+            "rl.attempt.runs": attempt.runs, "rl.attempt.outcome": attempt.outcome,
+            "rl.attempt.seconds": attempt.seconds, "rl.failure.kind": attempt.outcome if has_failed else None,
+            "rl.runner": attempt.runner, "rl.runner.incarnation": attempt.incarnation,
+            "rl.weights.version": attempt.model_version,
         },
         error=f"{attempt.outcome}: {attempt.message}" if has_failed else None,
     )
 
 
 class _SpanFactory:
-    """Creates the spans of one trace. Their ids derive from `seed`."""
+    """Creates the spans of one batch, which are a trace. Their ids derive from `seed`."""
 
-    def __init__(self, seed: str, resource: Mapping[str, str]) -> None:
+    def __init__(self, seed: str, batch: str, resource: Mapping[str, str]) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace import TraceFlags
 
-        self._seed = seed
+        self._seed, self._batch = seed, batch
         self._trace_id = int.from_bytes(sha256(seed.encode()).digest()[:16], "big")
         self._resource = Resource.create(dict(resource))
         self._scope = InstrumentationScope("trinity_es", VERSION)
         self._flags = TraceFlags(TraceFlags.SAMPLED)
 
     def _span_context(self, key: tuple[int, ...]) -> Any:
-        """Return the trace id and span id of the span with this key."""
         from opentelemetry.trace import SpanContext
 
         digest = sha256(f"{self._seed}\0{key}".encode()).digest()
@@ -349,7 +345,8 @@ class _SpanFactory:
         status = Status(StatusCode.OK) if error is None else Status(StatusCode.ERROR, error[:_WIDTH])
         return ReadableSpan(
             name, context=self._span_context(key), parent=None if parent is None else self._span_context(parent),
-            resource=self._resource, attributes={k: v for k, v in attributes.items() if v is not None},
+            resource=self._resource,
+            attributes={"rl.batch.id": self._batch, **{k: v for k, v in attributes.items() if v is not None}},
             events=[Event("rl.batch.turn", {"rl.text": what[:_WIDTH]}, _nanoseconds(at)) for at, what in turns or []],
             kind=SpanKind.INTERNAL, status=status, start_time=_nanoseconds(start),
             end_time=_nanoseconds(max(start, end)), instrumentation_scope=self._scope,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from trinity_es.projections.host_states import host_of, last_lives
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
-__all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
+__all__ = ["CONTENT_TYPE", "METRICS", "Metric", "prometheus_text"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,7 +35,7 @@ HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 class _Facts:
-    """Input of the metrics of one scrape, read from the log."""
+    """Input of the metrics of one scrape, read from the log. Package prometheus_client calls `collect`."""
 
     def __init__(self, log: Log, now: float) -> None:
         head = log.head()
@@ -56,16 +56,26 @@ class _Facts:
         """Number of finished tasks by joined host."""
 
     def sum_of(self, column: str) -> int:
-        """Return the sum of a column over all types and states of batches."""
         return sum(getattr(row, column) for row in self.totals)
 
     def last_lives(self) -> list[RunnerIncarnation]:
-        """Return the newest process of each runner."""
         return list({life.runner: life for life in self.lives}.values())
 
     def host_names(self) -> list[str]:
         """Return "" for the head's host and the name of each host that ever joined; [] if no host joined."""
         return ["", *sorted({life.host for life in self.hosts})] if self.hosts else []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in METRICS:
+            family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = family_class(metric.name, metric.help, labels=list(metric.labels))
+            for labels, value in metric.read(self):
+                family.add_metric(labels, value)
+            # Metrics of hosts are left out if no host has joined; others without samples still show their help.
+            if family.samples or not metric.name.startswith("trinity_es_host"):
+                yield family
 
 
 Samples = Iterator[tuple[tuple[str, ...], float]]
@@ -79,12 +89,12 @@ class Metric:
     help: str
     read: Callable[[_Facts], Samples] = field(repr=False)
     """Function that yields (label values, value) for each series."""
-    labels: tuple[str, ...] = ()
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Possible values of each label."""
 
 
 def _column_counter(name: str, help: str, column: str) -> Metric:
-    """Return a counter of this column's sum over all batches."""
-    return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
+    return _single("counter", name, help, lambda facts: facts.sum_of(column))
 
 
 def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
@@ -99,7 +109,6 @@ def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Call
 
 
 def _batch_counts(facts: _Facts) -> Samples:
-    """Yield the number of batches of each type and state, including 0."""
     counts = {(row.batch_type, row.state): row.batches for row in facts.totals}
     for batch_type in get_args(BatchType):
         for state in BatchLifecycleState:
@@ -117,7 +126,6 @@ def _label_counts(labels: Sequence[str], read_labels: Callable[[_Facts], Iterabl
 
 
 def _host_states(facts: _Facts) -> Samples:
-    """Return the number of joined hosts in each state; no sample if no host ever joined."""
     read_states = _label_counts(HOST_STATES, lambda f: (life.state for life in last_lives(f.hosts).values()))
     return read_states(facts) if facts.hosts else iter(())
 
@@ -128,7 +136,6 @@ def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Sample
 
 
 def _host_runners(facts: _Facts) -> Samples:
-    """Yield the number of runners of each host in each state."""
     counts = Counter((host_of(life.runner), _runner_state(life)) for life in facts.last_lives())
     for host in facts.host_names():
         for state in RUNNER_STATES:
@@ -149,12 +156,10 @@ def _deaths_on(facts: _Facts, host: str) -> float:
 
 
 def _runner_state(life: RunnerIncarnation) -> str:
-    """Return the state of a runner's process, one of `RUNNER_STATES`."""
     return "starting" if life.how == "running" and life.ready_at is None else life.how
 
 
 def _last_train_value(column: str) -> Callable[[_Facts], float | None]:
-    """Return a function that reads this column of the train batch that was finalized last."""
     return lambda facts: None if facts.last_train is None else getattr(facts.last_train, column)
 
 
@@ -163,15 +168,16 @@ def _last_train_seconds(facts: _Facts) -> float | None:
     return None if batch is None or batch.ended_at is None else batch.ended_at - batch.submitted_at
 
 
+_HOST = {"host": ("its name", f"`{HEAD}`")}
 METRICS: tuple[Metric, ...] = (
-    Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batch_counts,
-           help="Batches by type and state."),
+    Metric(name="trinity_es_batches", kind="gauge", read=_batch_counts, help="Batches by type and state.",
+           labels={"type": get_args(BatchType), "state": tuple(BatchLifecycleState)}),
     _column_counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
     _column_counter("trinity_es_tasks_finished_total", "Tasks whose runs all completed.", "finished"),
     _column_counter("trinity_es_tasks_failed_total", "Tasks with a run that failed for good.", "failed"),
     _column_counter("trinity_es_tasks_dropped_total",
              "Tasks dropped before they finished, because their batch had enough or was aborted.", "dropped"),
-    Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
+    Metric(name="trinity_es_attempts_failed_total", kind="counter", labels={"kind": get_args(FailureKind)},
            read=lambda f: (((kind,), float(f.losses.get(("attempt", kind), 0))) for kind in get_args(FailureKind)),
            help="Failed attempts by kind of failure. An attempt whose runs failed in two ways counts under both."),
     _column_counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
@@ -188,26 +194,26 @@ METRICS: tuple[Metric, ...] = (
     _single("gauge", "trinity_es_trained_step", "Highest step that a trainer acknowledged.", lambda f: f.trained_step),
     _single("gauge", "trinity_es_weights_version", "Current version of the weights; 0: none was published.",
          lambda f: f.model_version),
-    Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
+    Metric(name="trinity_es_runners", kind="gauge", labels={"state": RUNNER_STATES},
            read=_label_counts(RUNNER_STATES, lambda f: map(_runner_state, f.last_lives())),
            help="Runners by the state of their newest process."),
     _single("counter", "trinity_es_runner_deaths_total", "Runner processes that ended unintentionally.",
          lambda f: sum(life.died for life in f.lives)),
-    Metric(name="trinity_es_hosts", kind="gauge", labels=("state",), read=_host_states,
+    Metric(name="trinity_es_hosts", kind="gauge", labels={"state": HOST_STATES}, read=_host_states,
            help="Hosts that ever joined the run, by their newest state."),
     _single("counter", "trinity_es_hosts_lost_total", "Number of times that a host was lost.",
          lambda f: sum(life.state == "lost" for life in f.hosts) if f.hosts else None),
-    Metric(name="trinity_es_host_runners", kind="gauge", labels=("host", "state"), read=_host_runners,
-           help="Runners of a host by the state of their newest process."),
-    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",),
+    Metric(name="trinity_es_host_runners", kind="gauge", labels={**_HOST, "state": RUNNER_STATES},
+           read=_host_runners, help="Runners of a host by the state of their newest process."),
+    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=_HOST,
            read=_by_host(_finished_tasks_on), help="Tasks whose runs all completed, by the host that completed them."),
-    Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=("host",), read=_by_host(_deaths_on),
+    Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=_HOST, read=_by_host(_deaths_on),
            help="Runner processes of a host that ended unintentionally, but not together with the whole host."),
     _single("counter", "trinity_es_coordinator_starts_total", "Starts of coordinators.",
          lambda f: f.coordinators),
     _single("counter", "trinity_es_stalls_total", "Number of times that a batch stalled.",
          lambda f: f.stalls),
-    Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
+    Metric(name="trinity_es_leases", kind="gauge", labels={"state": LEASE_STATES},
            read=_label_counts(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
            help="Unreleased leases of sandboxes and sessions. `orphaned`: the run that took the lease is over."),
     _single("gauge", "trinity_es_leases_failing", "Leases whose release failed and is tried again.",
@@ -226,41 +232,8 @@ def prometheus_text(log: Log, now: float | None = None) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    registry.register(_Collector(_Facts(log, time.time() if now is None else now)))
+    registry.register(_Facts(log, time.time() if now is None else now))
     return generate_latest(registry)
-
-
-class _Collector:
-    """Collector of `METRICS` with the interface that the package prometheus_client requires."""
-
-    def __init__(self, facts: _Facts) -> None:
-        self._facts = facts
-
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        for metric in METRICS:
-            family_class = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = family_class(metric.name, metric.help, labels=metric.labels)
-            for labels, value in metric.read(self._facts):
-                family.add_metric(labels, value)
-            # Metrics of hosts are left out if no host has joined; others without samples still show their help.
-            if family.samples or not metric.name.startswith("trinity_es_host"):
-                yield family
-
-
-_STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATES, "trinity_es_hosts": HOST_STATES,
-           "trinity_es_host_runners": RUNNER_STATES}
-
-
-def describe() -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, type, labels with their values, meaning) of each metric, for docs/METRICS.md."""
-    values = {"type": get_args(BatchType), "state": tuple(BatchLifecycleState), "kind": get_args(FailureKind)}
-    for metric in METRICS:
-        label_values = values | {"state": _STATES.get(metric.name, values["state"])}
-        label_values |= {"host": ("its name", f"`{HEAD}`")}
-        labels = "; ".join(f"`{label}`: {', '.join(label_values[label])}" for label in metric.labels)
-        yield metric.name, metric.kind, labels, metric.help
 
 
 def main() -> None:
@@ -271,8 +244,10 @@ def main() -> None:
         "`python -m trinity_es.telemetry.prometheus`. Metrics without a value are left out, as are those of hosts if",
         "no host has joined.", "",
         "| metric | type | labels | meaning |", "|---|---|---|---|",
-        *(f"| `{name}` | {kind} | {labels} | {meaning} |" for name, kind, labels, meaning in describe()),
     ]
+    for metric in METRICS:
+        labels = "; ".join(f"`{label}`: {', '.join(values)}" for label, values in metric.labels.items())
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -287,7 +287,7 @@ def test_the_median_of_two_halves_lies_between_them() -> None:
 def test_a_step_of_several_batches_is_their_mean() -> None:
     points = [Point(batch_id=n, step=step, name="train", value=value)
               for n, (step, value) in enumerate([(1, 0.0), (1, 1.0), (2, 0.25)])]
-    assert curve("step", {"reward": points})["data"] == [[1, 2], [0.5, 0.25]]
+    assert curve({"reward": points})["data"] == [[1, 2], [0.5, 0.25]]
 
 
 def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(

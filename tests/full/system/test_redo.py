@@ -42,7 +42,7 @@ def test_tasks_whose_payload_is_lost_are_named_run_again_and_the_batch_is_finali
         n: 1 + (n in with_it) for n in range(4)}
     reopened = [e for e in events if isinstance(e, ev.TaskReopened)]
     assert [e.task for e in reopened] == with_it
-    assert reopened[0].reason.startswith("the disk lost it (asked for by pid")
+    assert reopened[0].reason.endswith(" asked for this: the disk lost it")
     assert client.log.verify() == []
     with pytest.raises(DataError, match="its result was handed out and can't change"):
         client.redo(1, 2)

@@ -20,7 +20,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.telemetry.prometheus import CONTENT_TYPE, METRICS, describe, prometheus_text
+from trinity_es.telemetry.prometheus import CONTENT_TYPE, METRICS, prometheus_text
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -55,9 +55,9 @@ def test_no_label_can_take_a_value_that_is_not_in_the_docs(tmp_path: Path, sampl
     series = set(scraped(sample))
     assert set(scraped(tmp_path / "log.db")) <= series  # the same ones, whatever the run
     assert len(series) < 60
-    allowed = {name: labels for name, _, labels, _ in describe()}
+    allowed = {metric.name: metric.labels for metric in METRICS}
     for name, labels in series:
-        assert all(value in allowed[name] for _, value in labels)
+        assert all(value in allowed[name][label] for label, value in labels)
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:

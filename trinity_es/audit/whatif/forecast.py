@@ -127,8 +127,8 @@ def replay_history(past: History, settings: Settings, chosen: Sequence[BatchId] 
             batch_id=batch.batch_id, batch_type=batch.submitted.batch_type, tasks=batch.state.expected_task_count,
             recorded=_figures(batch.state, seconds, batch.attempts),
             predicted=_figures(replay.states.get(batch.batch_id), None if end is None or begin is None else end - begin,
-                               replay.attempts.get(batch.batch_id, 0)),
-            drawn=replay.drawn_counts.get(batch.batch_id, 0), chosen=chosen is None or batch.batch_id in chosen,
+                               replay.attempts[batch.batch_id]),
+            drawn=replay.drawn_counts[batch.batch_id], chosen=chosen is None or batch.batch_id in chosen,
         ))
     begun_at = past.batches[0].submitted_at
     ends = [(b.ended_at, replay.reached_at[key]) for b in past.batches

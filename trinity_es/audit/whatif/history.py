@@ -37,7 +37,6 @@ class Settings:
     runs_per_unit: int | None = None
     """`explorer.max_repeat_times_per_runner`."""
     seed: int = 0
-    """Seed of the random draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +147,7 @@ class History:
     config: dict[str, Any]
     batches: list[PastBatch]
     lives: list[Life]
-    changes: list[WeightsUpdate]
+    updates: list[WeightsUpdate]
     pace: ev.PaceMeasured | None
     """Speed of attempts before the first of these batches, from which dynamic timeouts follow."""
     unit_seconds: float | None
@@ -158,6 +157,5 @@ class History:
 
     def last_anchor_before(self, at: float) -> tuple[Anchor, float]:
         """Return the last anchor before this time, and the seconds since then."""
-        first = self.anchors[0]
-        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
+        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), self.anchors[0])
         return anchor, at - when

@@ -61,7 +61,6 @@ class _Flight:
     cut_at: float | None = None
     seconds: float = 0.0
     run_seconds: dict[int, float] = field(default_factory=dict)
-    """Seconds of each completed run."""
     failure_kinds: dict[int, str] = field(default_factory=dict)
     is_unblamed: bool = False
     """True if the runner was lost and the attempt does not count as failed."""
@@ -111,7 +110,7 @@ def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) 
         if life.ended_at is None or life.ended_at >= batches[0].submitted_at
     ]
     _set_overheads(flights, lives, config, last_at)
-    changes = _weights_updates(log, first, last)
+    updates = _weights_updates(log, first, last)
     pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
     seconds = [f.seconds for f in flights if f.ended_at is not None]
     unit_seconds = median(seconds) if seconds and any(r.first_position < first for r in rows) else None
@@ -121,11 +120,11 @@ def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) 
             anchors.append((batch.ended_at, ("end", batch.batch_id)))
         if batch.trained_at is not None:
             anchors.append((batch.trained_at, ("trained", batch.batch_id)))
-    for change in changes:
-        anchors.append((change.published_at + max(change.loads.values(), default=0.0), ("weights", change.version)))
+    for update in updates:
+        anchors.append((update.published_at + max(update.loads.values(), default=0.0), ("weights", update.version)))
     anchors[1:] = sorted(anchors[1:], key=lambda a: a[0])
     return History(
-        config=config, batches=batches, lives=lives, changes=changes, anchors=anchors, unit_seconds=unit_seconds,
+        config=config, batches=batches, lives=lives, updates=updates, anchors=anchors, unit_seconds=unit_seconds,
         pace=pace if isinstance(pace, ev.PaceMeasured) else None,
     )
 
@@ -318,6 +317,6 @@ def _weights_updates(log: Log, first: int, last: int) -> list[WeightsUpdate]:
         event, at = item.event, item.recorded_at
         if isinstance(event, ev.WeightsPublished):
             updates.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))
-        elif isinstance(event, ev.WeightsLoaded) and (change := updates.get(event.version)) is not None:
-            change.loads.setdefault(event.runner, at - change.published_at)
+        elif isinstance(event, ev.WeightsLoaded) and (update := updates.get(event.version)) is not None:
+            update.loads.setdefault(event.runner, at - update.published_at)
     return list(updates.values())

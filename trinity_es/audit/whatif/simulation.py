@@ -22,12 +22,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import units_ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, Settings, WeightsUpdate
+from trinity_es.audit.whatif.history import Anchor, Duration, History, Life, PastBatch, Settings, WeightsUpdate
 from trinity_es.audit.whatif.recorded_durations import combine_seconds
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
@@ -73,22 +74,22 @@ class Simulation:
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         """Heap of (time, number, call). Calls at the same time run in the order of their numbers."""
-        self.call_count = 0
+        self.call_numbers = count()
         self.begun_at = past.batches[0].submitted_at
         self.reached_at: dict[Anchor, float] = {}
         """Virtual time of each anchor reached so far."""
         self.waiting_calls: dict[Anchor, list[Callable[[], None]]] = {}
         self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
-        self.rounds = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
-        """Pipelines of each batch that will leave too few groups, with the tasks that are added after each."""
+        self.additions = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
+        """Tasks that the client will add to each batch, each time because a pipeline leaves too few groups."""
         self.awaited_ids: set[BatchId] = set()
         """Batches that a caller waits to finalize."""
         self.grace_begun_ids: set[BatchId] = set()
         """Batches whose extra wait `over_rollout.wait_after_min` has begun; in `grace_over_ids` it is over."""
         self.grace_over_ids: set[BatchId] = set()
-        self.attempts: dict[BatchId, int] = {}
-        self.drawn_counts: dict[BatchId, int] = {}
+        self.attempts: Counter[BatchId] = Counter()
+        self.drawn_counts: Counter[BatchId] = Counter()
         self.runners: dict[str, _Runner] = {}
         self.duration_pools: dict[tuple[BatchId, bool], list[Duration]] = {}
 
@@ -98,8 +99,8 @@ class Simulation:
         self._plan_runners()
         for batch in self.past.batches:
             self._plan_batch(batch)
-        for change in self.past.changes:
-            self._plan_weights(change)
+        for update in self.past.updates:
+            self._plan_weights(update)
         self.reach_anchor(("begin", None))
         while self.queue:
             self.now, _, call = heapq.heappop(self.queue)
@@ -107,8 +108,7 @@ class Simulation:
 
     def call_after(self, seconds: float, call: Callable[[], None]) -> None:
         """Schedule `call` for this many virtual seconds from now."""
-        self.call_count += 1
-        heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.call_count, call))
+        heapq.heappush(self.queue, (self.now + max(0.0, seconds), next(self.call_numbers), call))
 
     def reach_anchor(self, anchor: Anchor) -> None:
         """Mark an anchor as reached, and run the calls that wait for it."""
@@ -131,27 +131,32 @@ class Simulation:
         for anchor in list(missing):
             self.waiting_calls.setdefault(anchor, []).append(partial(note_reached, anchor))
 
+    def _call_as_recorded(self, at: float, call: Callable[[], None], *anchors: Anchor) -> None:
+        """Schedule `call` with the recorded delay of time `at` from the last anchor before it, and after `anchors`."""
+        anchor, delay = self.past.last_anchor_before(at)
+        self.call_after_anchors([*anchors, anchor], delay, call)
+
     # --- events that the coordinator does not decide ----------------------------------------------------------------
     def _plan_runners(self) -> None:
         """Schedule as many runners as the settings say: the recorded ones, then additional ones that never die."""
         names = sorted({life.runner for life in self.past.lives}, key=lambda n: (len(n), n))
-        count = len(names) if self.settings.runners is None else self.settings.runners
-        for name in names[:count]:
-            for life in (life for life in self.past.lives if life.runner == name):
-                self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.is_blamed)
+        wanted = len(names) if self.settings.runners is None else self.settings.runners
+        for life in (life for name in names[:wanted] for life in self.past.lives if life.runner == name):
+            self._plan_life(life)
         places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
-        for i in range(len(names), count):
-            self._plan_life(f"further runner {i}", 1, places, self.begun_at, None, True)
+        for i in range(len(names), wanted):
+            self._plan_life(Life(runner=f"further runner {i}", incarnation=1, places=places, ready_at=self.begun_at,
+                                 ended_at=None))
 
-    def _plan_life(
-        self, name: str, incarnation: int, places: int, ready_at: float, ended_at: float | None, is_blamed: bool
-    ) -> None:
-        """Schedule the start and, if `ended_at` is set, the death of one process of a runner."""
+    def _plan_life(self, life: Life) -> None:
+        """Schedule the start and, if it ended, the death of one process of a runner."""
+        name, incarnation = life.runner, life.incarnation
+
         def start() -> None:
-            runner = self.runners.setdefault(name, _Runner(name, places))
-            runner.places = self.settings.max_concurrency or places
+            runner = self.runners.setdefault(name, _Runner(name, life.places))
+            runner.places = self.settings.max_concurrency or life.places
             runner.incarnation, runner.is_ready, runner.loads_in_progress = incarnation, True, 0
-            runner.unit_seconds = self.past.unit_seconds if ready_at <= self.begun_at else None
+            runner.unit_seconds = self.past.unit_seconds if life.ready_at <= self.begun_at else None
             self.dispatch()
 
         def die() -> None:
@@ -162,25 +167,24 @@ class Simulation:
             runner.waiting.clear()
             runner.playing.clear()
             for batch_id in [b for b, s in self.states.items() if not s.state.ended]:
-                events = decisions.lose_runner(self.states[batch_id], name, incarnation, "it died", blamed=is_blamed)
+                events = decisions.lose_runner(
+                    self.states[batch_id], name, incarnation, "it died", blamed=life.is_blamed)
                 self.apply_events(batch_id, events)
                 self.finalize_if_enough(batch_id)
             self.dispatch()
 
-        if ready_at <= self.begun_at:
+        if life.ready_at <= self.begun_at:
             self.call_after_anchors([("begin", None)], 0.0, start)
         else:
-            anchor, delay = self.past.last_anchor_before(ready_at)
-            self.call_after_anchors([anchor], delay, start)
-        if ended_at is not None:
-            anchor, delay = self.past.last_anchor_before(ended_at)
-            self.call_after_anchors([anchor], delay, die)
+            self._call_as_recorded(life.ready_at, start)
+        if life.ended_at is not None:
+            self._call_as_recorded(life.ended_at, die)
 
     def _plan_batch(self, batch: PastBatch) -> None:
         """Schedule a batch's recorded submission, the request to finalize it, its abort and its train step."""
-        anchor, delay = self.past.last_anchor_before(batch.submitted_at)
-        self.call_after_anchors([anchor], delay, lambda: self.submit(batch))
-        anchors: list[Anchor] = [("submit", batch.batch_id)]
+        self._call_as_recorded(batch.submitted_at, lambda: self.submit(batch))
+        submission: Anchor = ("submit", batch.batch_id)
+        anchors = [submission]
         earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
                    and b.submitted_at < batch.submitted_at and b.ended_at is not None]
         # The trainer asks for batches in order, unless the record shows otherwise.
@@ -189,17 +193,15 @@ class Simulation:
         delay = 0.0
         if batch.was_requested_late and batch.finalizing_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
-            anchors = [("submit", batch.batch_id), anchor]
+            anchors = [submission, anchor]
             delay = min(delay, batch.finalizing_at - batch.submitted_at)
         self.call_after_anchors(anchors, delay, lambda: self.await_batch(batch.batch_id))
         assert batch.state is not None
         if batch.state.state is BatchLifecycleState.ABORTED and batch.ended_at is not None:
-            anchor, delay = self.past.last_anchor_before(batch.ended_at)
-            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, lambda: self.abort(batch.batch_id))
+            self._call_as_recorded(batch.ended_at, lambda: self.abort(batch.batch_id), submission)
         for addition in (a for a in batch.additions if a.missing is None):
-            anchor, delay = self.past.last_anchor_before(addition.added_at)
             add_tasks = partial(self._add_tasks, batch.batch_id, addition.event)
-            self.call_after_anchors([("submit", batch.batch_id), anchor], delay, add_tasks)
+            self._call_as_recorded(addition.added_at, add_tasks, submission)
         if batch.trained_at is not None:
             # A train step waits for its batch and for the previous step or weights update.
             previous = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
@@ -207,28 +209,27 @@ class Simulation:
             delay = batch.trained_at - max(at for at, a in self.past.anchors if a in anchors)
             self.call_after_anchors(anchors, delay, lambda: self.reach_anchor(("trained", batch.batch_id)))
 
-    def _plan_weights(self, change: WeightsUpdate) -> None:
+    def _plan_weights(self, update: WeightsUpdate) -> None:
         """Schedule a publication of weights. A runner without a recorded load takes the median time."""
-        anchor, delay = self.past.last_anchor_before(change.published_at)
-        median_seconds = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
+        median_seconds = sorted(update.loads.values())[len(update.loads) // 2] if update.loads else 0.0
 
         def publish() -> None:
             longest = 0.0
             for runner in self.runners.values():
                 if runner.is_ready:
-                    load_seconds = change.loads.get(runner.name, median_seconds)
+                    load_seconds = update.loads.get(runner.name, median_seconds)
                     longest = max(longest, load_seconds)
                     runner.loads_in_progress += 1
                     self.call_after(load_seconds, partial(end_load, runner, runner.incarnation))
-            self.call_after(longest, lambda: self.reach_anchor(("weights", change.version)))
+            self.call_after(longest, lambda: self.reach_anchor(("weights", update.version)))
 
         def end_load(runner: _Runner, incarnation: int) -> None:
             if runner.incarnation == incarnation and runner.loads_in_progress:
                 runner.loads_in_progress -= 1
-                runner.version = change.version
+                runner.version = update.version
                 self.dispatch()
 
-        self.call_after_anchors([anchor], delay, publish)
+        self._call_as_recorded(update.published_at, publish)
 
     # --- the coordinator --------------------------------------------------------------------------------------------
     def apply_events(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
@@ -236,7 +237,6 @@ class Simulation:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
-        """Submit a recorded batch with the simulated settings."""
         recorded, settings = batch.submitted, self.settings
         min_wait_num = recorded.min_wait_num
         if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
@@ -284,8 +284,8 @@ class Simulation:
         if self.states[batch_id].state.ended:
             self.note_end(batch_id)
         else:
-            rounds = self.rounds[batch_id]
-            seconds = rounds[0].pipeline_seconds if rounds else self.past_batches[batch_id].pipeline_seconds
+            additions = self.additions[batch_id]
+            seconds = additions[0].pipeline_seconds if additions else self.past_batches[batch_id].pipeline_seconds
             self.call_after(seconds, lambda: self._end_pipeline(batch_id))
 
     def _end_grace(self, batch_id: BatchId) -> None:
@@ -297,8 +297,8 @@ class Simulation:
         """End the batch. If the recorded pipeline left too few groups, the client adds tasks instead."""
         if self.states[batch_id].state is not BatchLifecycleState.FINALIZING:
             return
-        if rounds := self.rounds[batch_id]:
-            addition = rounds.popleft()
+        if additions := self.additions[batch_id]:
+            addition = additions.popleft()
             self.apply_events(batch_id, [*filter(None, [addition.missing])])
             self.awaited_ids.discard(batch_id)  # until its caller has added tasks
             self.call_after(addition.pause, partial(self._add_tasks, batch_id, addition.event, then_await=True))
@@ -344,9 +344,13 @@ class Simulation:
         ]
         for state, event in decisions.dispatch(batches, capacities, self.timeout()):
             self.apply_events(state.batch_id, [event])
-            self.attempts[state.batch_id] = self.attempts.get(state.batch_id, 0) + len(event.units)
+            self.attempts[state.batch_id] += len(event.units)
+            runner = self.runners[event.runner]
             for unit in event.units:
-                self._queue_unit(self.runners[event.runner], state, unit, event.timeout or self.time_limit)
+                seconds, delay, outcome = self._play_unit(state, unit, event.timeout or self.time_limit)
+                key = (state.batch_id, unit.task, unit.run_id_base, unit.attempt)
+                runner.waiting.append((key, seconds, delay, outcome))
+                self._start_waiting_units(runner)
 
     def revoke(self, state: BatchState) -> None:
         """Remove the units of this batch from all runners."""
@@ -356,13 +360,7 @@ class Simulation:
             self._start_waiting_units(runner)
 
     # --- runners ----------------------------------------------------------------------------------------------------
-    def _queue_unit(self, runner: _Runner, state: BatchState, unit: ev.Unit, limit: float) -> None:
-        seconds, delay, outcome = self._play_unit(state, unit, limit)
-        runner.waiting.append(((state.batch_id, unit.task, unit.run_id_base, unit.attempt), seconds, delay, outcome))
-        self._start_waiting_units(runner)
-
     def _start_waiting_units(self, runner: _Runner) -> None:
-        """Start waiting units of a runner while it has free places."""
         while runner.is_ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, delay, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
@@ -374,13 +372,13 @@ class Simulation:
             return  # the unit was revoked, or its runner died
         runner.playing.discard(unit)
         self._start_waiting_units(runner)
-        self.call_after(delay, lambda: self._send_outcome(runner, incarnation, outcome))
 
-    def _send_outcome(self, runner: _Runner, incarnation: int, outcome: UnitOutcome) -> None:
-        """Send an outcome. Outcomes sent within TOGETHER_SECONDS arrive in one message."""
-        if not runner.outcomes:
-            self.call_after(TOGETHER_SECONDS, lambda: self._receive_outcomes(runner, incarnation))
-        runner.outcomes.append(outcome)
+        def send_outcome() -> None:
+            if not runner.outcomes:
+                self.call_after(TOGETHER_SECONDS, lambda: self._receive_outcomes(runner, incarnation))
+            runner.outcomes.append(outcome)
+
+        self.call_after(delay, send_outcome)
 
     def _receive_outcomes(self, runner: _Runner, incarnation: int) -> None:
         """Record the outcomes of a runner, as the coordinator does, and finalize batches that have enough."""
@@ -417,7 +415,7 @@ class Simulation:
         """Return the duration of a run, recorded or else drawn, and cut at the time limit."""
         duration = past.durations.get((task, run, attempt))
         if duration is None or duration.cut:
-            self.drawn_counts[past.batch_id] = self.drawn_counts.get(past.batch_id, 0) + 1
+            self.drawn_counts[past.batch_id] += 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
             duration = self._draw_duration(self._duration_pool(past, attempt > 1), chance, duration)
         if duration.kind == "timeout":

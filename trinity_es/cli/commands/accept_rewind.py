@@ -55,10 +55,9 @@ def accept_rewind(
 
 
 def _settings(config: Path | None, log: str | None) -> Config:
-    """Return the settings of the config file, or settings for a log.
+    """Return the settings of the config file, or for a log its recorded config or a config with only its URL.
 
-    For a log they are the recorded config or a config with only its URL. The first of these two is taken under which
-    this host remembers events that the log lacks.
+    Of the last two it is the first with which this host remembers events that the log lacks.
     """
     if config is not None and log is None:
         return read_config(config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -34,9 +33,7 @@ BatchArgument = Annotated[
     str, typer.Argument(metavar="BATCH", help="Id of the batch, as `trinity-es batches` shows it: 3, or 0/letters.")
 ]
 MAX_ROWS = 50
-"""Number of batches that are listed without --all, --limit or --since."""
 MAX_TASKS = 40
-"""Number of tasks that `show` prints without --all."""
 
 
 def batches(
@@ -242,7 +239,11 @@ def verify(
       trinity-es verify && echo sound
     """
     started_at = time.monotonic()
-    url, memory_folder = common.choose_log(log, config), _memory_folder(config, log)
+    url, memory_folder = common.choose_log(log, config), ""
+    if config is not None and log is None:
+        from trinity_es.system import remembered_log_end  # slow to import
+
+        memory_folder = remembered_log_end.folder(common.read_config(config))
     report = verify_log(url, common.progress_counter("checked"), common.progress_counter("read", "payloads"),
                         memory_folder)
     seconds = time.monotonic() - started_at
@@ -262,15 +263,6 @@ def verify(
             print("a SQLite log has two files, FILE and FILE-wal: copy both, or use `sqlite3 FILE \".backup COPY\"`")
     if report.problems or not report.events:
         raise typer.Exit(1)
-
-
-def _memory_folder(config: Path | None, log: str | None) -> str:
-    """Return the folder where this host remembers the end of the config's log; "" without a config."""
-    if config is None or log is not None:
-        return ""
-    from trinity_es.system import remembered_log_end  # slow to import
-
-    return remembered_log_end.folder(common.read_config(config))
 
 
 def rebuild(

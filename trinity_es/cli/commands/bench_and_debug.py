@@ -24,7 +24,6 @@ from trinity_es.safe_text import error_line, plain
 __all__ = ["bench", "debug", "run_benchmark"]
 
 SHOWN_CHARACTERS = 2000
-"""Number of characters of a prompt or an answer that are printed; the files have all of it."""
 
 
 def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
@@ -67,7 +66,6 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
 
 
 def _print_rewards(rows: list[BenchRow], names: list[str], store_url: str) -> None:
-    """Print a line per checkpoint: its mean reward on each taskset, missing runs and problems."""
     width = max(12, *(len(name) for name in names))
     print("\n" + f"{'checkpoint':<12}" + "".join(f"{name:>{width + 2}}" for name in names))
     for row in rows:
@@ -117,7 +115,6 @@ def debug(
 
 
 def _print_played(played: PlayedTask) -> None:
-    """Print a played task: its experiences with texts and metrics, and its failures with tracebacks."""
     def indented(text: str | None) -> str:
         lines = "\n".join(f"    {plain(line)}" for line in (text or "").split("\n"))
         return lines if len(lines) <= SHOWN_CHARACTERS else lines[:SHOWN_CHARACTERS] + " …"

@@ -54,14 +54,14 @@ def end_demo(this_demo: Demo, settings: Config, as_json: bool) -> None:
         summary, rows = run_summary(settings, log), log.batches()
     summary |= {"folder": str(this_demo.folder), "config": str(this_demo.config)}
     summary["picture"] = demo_folder.draw(rows, this_demo.folder / "reward.png")
-    verdict = demo_folder.judge(summary, steps=this_demo.steps, engine="vllm" if this_demo.learns else "scripted")
-    summary |= {"learned": verdict.learned, "verdict": verdict.text}
+    has_learned, verdict = demo_folder.judge(summary, steps=this_demo.steps, learns=this_demo.learns)
+    summary |= {"learned": has_learned, "verdict": verdict}
     if as_json:
         print_json(summary)
     else:
         print_summary(summary)
         if this_demo.learns:
             print(f"  trinity-es run {shlex.quote(str(this_demo.config))} --set name=second")
-        print(f"\n{verdict.text}")
-    if verdict.learned is False:
+        print(f"\n{verdict}")
+    if has_learned is False:
         raise typer.Exit(1)

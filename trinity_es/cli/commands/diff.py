@@ -43,7 +43,7 @@ def diff(
       trinity-es diff runs/p/one/log.sqlite runs/p/two/log.sqlite
     """
     if other is None:
-        is_different = _show_moments(batch_or_log, at or [], open_chosen(log, config), as_json)
+        is_different = _show_batch_changes(batch_or_log, at or [], open_chosen(log, config), as_json)
     elif at:
         raise typer.BadParameter("two logs are compared as a whole: leave out --at, which is for one batch",
                                  param_hint="--at")
@@ -53,7 +53,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
+def _show_batch_changes(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
     """Print how a batch differs between two times, or between one time and now. Returns True if it differs."""
     if not 1 <= len(at) <= 2:
         raise typer.BadParameter("give one or two positions or times, as in `trinity-es diff 3 --at 120 --at 180`; to "
@@ -70,7 +70,7 @@ def _show_moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
         print_json({"batch_id": batch_id, "from": first, "to": second, "events": len(events),
                     "changes": [asdict(c) for c in changes]})
     else:
-        views_diff.print_moments(batch_tables.console(), batch_id, (first, second), changes, events)
+        views_diff.print_batch_changes(batch_tables.console(), batch_id, (first, second), changes, events)
     return bool(changes)
 
 

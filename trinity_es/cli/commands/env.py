@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import libraries_silenced
+from trinity_es.cli.run_in_view import silence_libraries
 from trinity_es.config.config import Config
 from trinity_es.environments import installs as environments
 from trinity_es.environments.installs import Installed
@@ -24,9 +24,7 @@ from trinity_es.safe_text import plain
 __all__ = ["env", "show", "tokens"]
 
 MAX_TOKENS = 200
-"""Maximum number of generated tokens that `check` prints of an experience."""
 MAX_CHARACTERS = 1000
-"""Maximum number of characters that `check` prints of a piece of text."""
 HELP = """Install verifiers environments, each in its own virtualenv, and try them.
 
 \b
@@ -107,12 +105,17 @@ def check(
       trinity-es env check gsm8k-v1 --config train.yaml --json
     """
     environment = environments.find(name)
-    settings = read_config(config, overrides) if config else _scripted_config()
+    if config:
+        settings = read_config(config, overrides)
+    else:
+        settings = Config.from_dict({"name": "check", "explorer": {
+            "max_timeout": 300.0, "rollout_model": {"engine_type": "scripted", "max_response_tokens": 16}}})
     settings = _with_environment(settings, environment.name)
     note(f"starting {environment.name} {environment.version} and engine {settings.explorer.rollout_model.engine_type}: "
          "this may take minutes if data or a model is loaded"
          + ("" if config else " (no --config: the engine writes random letters, so the reward says little)"))
-    with libraries_silenced(), tempfile.TemporaryDirectory() as folder:
+    silence_libraries()
+    with tempfile.TemporaryDirectory() as folder:
         task = single_task.choose(settings, environment.name, index)
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:
@@ -124,26 +127,16 @@ def check(
         raise typer.Exit(1)
 
 
-def _scripted_config() -> Config:
-    """Return a config whose engine writes random letters."""
-    return Config.from_dict({"name": "check", "explorer": {
-        "max_timeout": 300.0, "rollout_model": {"engine_type": "scripted", "max_response_tokens": 16}}})
-
-
 def _with_environment(settings: Config, name: str) -> Config:
     """Return the config with this environment as its only taskset. A configured taskset of it keeps its settings."""
     inputs = settings.buffer.explorer_input
-    configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _is_path_of(t.path, name)), None)
+    configured = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if t.path.startswith(PREFIX)
+                       and environments.plain_name(t.path.removeprefix(PREFIX)) == name), None)
     taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if configured is None else configured.model_dump(
         exclude_unset=True)
     data = settings.model_dump(exclude_unset=True)
     data.setdefault("buffer", {})["explorer_input"] = {"tasksets": [{**taskset, "name": name}]}
     return Config.from_dict(data)
-
-
-def _is_path_of(path: str, name: str) -> bool:
-    """Return True if a taskset's path names this environment. Spellings of the name that pip treats alike match."""
-    return path.startswith(PREFIX) and environments.plain_name(path.removeprefix(PREFIX)) == name
 
 
 def _as_json(environment: Installed) -> dict[str, Any]:

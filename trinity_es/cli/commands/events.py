@@ -58,9 +58,7 @@ def events(
         raise typer.BadParameter(f"there is no event type {unknown_types[0]!r}. The types are: "
                                  f"{', '.join(sorted(EVENTS))}", param_hint="--type")
     with common.open_chosen(log, config) as opened:
-        stream = None
-        if batch is not None:
-            stream = batch_stream(common.find_batch(opened, batch))
+        stream = None if batch is None else batch_stream(common.find_batch(opened, batch))
         if since is not None:
             at = common.parse_at(since, opened, option="--since")
             if isinstance(at, int):
@@ -126,7 +124,6 @@ class _Selection:
         self._is_rare = stream is None and types is not None and set(types) <= set(RARE)
 
     def _matches(self, r: Recorded) -> bool:
-        """Return True if an event has the selected stream, type and runner."""
         if (self._stream is not None and r.stream != self._stream) or (self._types and r.type not in self._types):
             return False
         if self._runner is None or r.stream == self._runner_stream:
@@ -134,13 +131,11 @@ class _Selection:
         return self._runner_json in r.data and getattr(r.event, "runner", None) == self._runner
 
     def read(self, after: int) -> Iterator[Recorded]:
-        """Return the selected events after this position."""
         if self._is_rare:
             return filter(self._matches, self._log.rare(self._types, after=after))
         return filter(self._matches, self._log.read(stream=self._stream, types=self._types, after=after))
 
     def follow(self, after: int) -> Iterator[Recorded]:
-        """Yield the selected events after this position, and wait for new events for ever."""
         return filter(self._matches, self._log.follow(after, stop=lambda: False, trouble=_OutageNotes()))
 
     def last(self, count: int, after: int) -> list[Recorded]:

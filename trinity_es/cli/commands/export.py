@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.audit.export import export_file, write_events, write_experiences
-from trinity_es.audit.perfetto import MEANWHILE, write_trace
+from trinity_es.audit.perfetto import OTHER_TYPES, write_trace
 from trinity_es.cli import common
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log
@@ -63,12 +63,17 @@ def export(
         if experiences is not None:
             written["experiences"], missing = _write_experiences(opened, experiences, chosen, as_made=as_made)
         if events is not None:
-            count = write_events(opened, events, chosen, common.progress_counter("written")).written
+            count = write_events(opened, events, chosen, common.progress_counter("written"))
             written["events"] = {"file": str(events), "written": count}
         if trace is not None:
             written["trace"] = {"file": str(trace), "written": _write_trace(opened, trace, chosen)}
         if html is not None and chosen is not None:
-            written["html"] = {"file": str(html), "written": _write_page(opened, html, chosen[0])}
+            from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
+
+            page = batch_page(opened, chosen[0])
+            with export_file(html) as file:
+                file.write(page.encode(errors="replace"))
+            written["html"] = {"file": str(html), "written": len(page)}
     if as_json:
         common.print_json({"log": opened.url, "seconds": time.monotonic() - started_at, **written})
     else:
@@ -121,18 +126,8 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
         rows = [log.batch_row(b) for b in chosen]
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
         batch_events = [log.events(r.batch_id, r.first_position - 1) for r in rows]
-        recorded = merge(*batch_events, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
+        recorded = merge(*batch_events, log.rare(OTHER_TYPES, after=first, before=end + 1), key=lambda r: r.position)
     with export_file(path) as file:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)
     return written
-
-
-def _write_page(log: Log, path: Path, batch_id: BatchId) -> int:
-    """Write a batch's page to an HTML file, and return its number of characters."""
-    from trinity_es.dashboard.batch_export import batch_page  # slow: it imports all pages
-
-    page = batch_page(log, batch_id)
-    with export_file(path) as file:
-        file.write(page.encode(errors="replace"))
-    return len(page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,25 +60,17 @@ def join(
             note(text)
 
     host_run = HostRun(store, host, overrides or [], folder, key_file=key_file, report=tell)
-    errors: list[BaseException] = []
-
-    def run_and_keep_error() -> None:
-        try:
-            host_run.run()
-        except BaseException as e:
-            errors.append(e)
 
     def leave(signal_number: int, frame: Any) -> None:
         host_run.leave(signal.Signals(signal_number).name, drain)
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, leave)
-    thread = threading.Thread(target=run_and_keep_error, name="join")
-    thread.start()
-    while thread.is_alive():  # signal handlers run in this thread, between two waits
-        thread.join(0.2)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="join") as pool:
+        running = pool.submit(host_run.run)
+        while not running.done():  # signal handlers run in this thread, between two waits
+            wait([running], 0.2)
+    running.result()
 
 
 def hosts(

@@ -48,21 +48,20 @@ def regenerate(
 
 
 def _as_json(result: Regeneration) -> dict[str, Any]:
-    rollout = result.rollout
+    rollout, row = result.rollout, result.rollout.row
     return {
-        "batch_id": rollout.batch_id, "task": rollout.task, "run": rollout.run, "attempt": rollout.attempt,
+        "batch_id": row.batch_id, "task": row.task, "run": row.run, "attempt": row.attempt,
         "equal": result.equal, "model_version": rollout.version, "model": result.model, "weights": result.weights,
-        "runner": rollout.runner, "host": rollout.host, "engine_recorded": rollout.engine_version,
+        "runner": row.runner, "host": rollout.host, "engine_recorded": rollout.engine_version,
         "engine": result.engine_version, "turns": [asdict(turn) for turn in result.turns], "why": result.why,
     }
 
 
 def _print_result(result: Regeneration) -> None:
-    """Print the run's attempt and weights, a comparison per turn, and possible reasons if tokens differ."""
-    out, rollout = console(), result.rollout
+    out, rollout, row = console(), result.rollout, result.rollout.row
     out.print(Text(
-        f"batch {plain(rollout.batch_id)}, task {rollout.task}, run {rollout.run}: attempt {rollout.attempt} on "
-        f"{plain(rollout.runner)} #{rollout.incarnation}, weights {rollout.version}\n"
+        f"batch {plain(row.batch_id)}, task {row.task}, run {row.run}: attempt {row.attempt} on "
+        f"{plain(row.runner)} #{row.incarnation}, weights {rollout.version}\n"
         f"generated again with {plain(result.weights) or 'no model'}, "
         f"{plain(result.engine_version) or 'engine unknown'}"
     ))
@@ -77,7 +76,6 @@ def _print_result(result: Regeneration) -> None:
 
 
 def _comparison(turn: Turn) -> str:
-    """Return a line that compares a turn's recorded tokens with the new ones."""
     logprobs = "no logprobs to compare"
     if turn.logprob_max is not None:
         logprobs = (f"logprobs of {turn.logprob_tokens} tokens differ by {turn.logprob_max:.2g} at most, "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import signal
+from functools import partial
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
+from trinity_es.cli.run_in_view import play_part
 from trinity_es.client.teardown import end_system
 from trinity_es.run.explorer import Explorer
 from trinity_es.serve.proxy import Proxy
@@ -31,8 +32,13 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
     settings = read_config(config, [*(overrides or []), "mode=serve"])
     explorer = Explorer(settings)
     note("starting…")
+    signals: list[int] = []
     try:
-        asyncio.run(_serve(explorer, as_json))
+        serve_requests = partial(explorer.serve, partial(_print_access, as_json))
+        asyncio.run(play_part(explorer, serve_requests, signals))
+    except asyncio.CancelledError:
+        if not signals:
+            raise
     except BaseException:
         if explorer.owns_system:  # again at exit: on Ctrl-C a thread may still be starting the system
             atexit.register(end_system, settings)
@@ -42,30 +48,7 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
             end_system(settings)
 
 
-async def _serve(explorer: Explorer, as_json: bool) -> None:
-    """Serve until SIGTERM or Ctrl-C. Returns after SIGTERM, and raises CancelledError after Ctrl-C."""
-    task = asyncio.current_task()
-    assert task is not None
-    got_sigterm = False
-
-    def end() -> None:
-        nonlocal got_sigterm
-        got_sigterm = True
-        task.cancel()
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
-    try:
-        await explorer.prepare()
-        await explorer.serve(lambda proxy: _print_access(proxy, as_json))
-    except asyncio.CancelledError:
-        if not got_sigterm:  # Ctrl-C has an exit code of its own
-            raise
-    finally:
-        await explorer.shutdown()
-
-
-def _print_access(proxy: Proxy, as_json: bool) -> None:
-    """Print the address and key of the API, with an example in Python."""
+def _print_access(as_json: bool, proxy: Proxy) -> None:
     model = proxy.config.explorer.rollout_model.model_path or "rollout"
     if as_json:
         print_json({"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model})

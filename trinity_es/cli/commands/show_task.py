@@ -97,7 +97,6 @@ def _parts_of(attempt: Attempt, parts: dict[str, list[JournalPart]]) -> list[Jou
 
 
 def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
-    """Return an experience for `--json`, with its arrays as lists."""
     start = e.prompt_length
     oldest, newest = e.model_versions
     return e.to_dict() | {

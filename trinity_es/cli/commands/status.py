@@ -12,7 +12,6 @@ from trinity_es.cli.render.batch_tables import console
 from trinity_es.cli.render.status import print_status, verdict
 from trinity_es.cli.which_config import config_from_options, is_config_file, one_of
 from trinity_es.client import health
-from trinity_es.projections.why.answer import Why
 from trinity_es.safe_text import plain
 
 __all__ = ["status", "why"]
@@ -76,7 +75,9 @@ def why(
         if batch is not None:
             lines = answers[0].sentences()
         elif answers:
-            lines = _overview_lines(answers)
+            # Each way out once, in order.
+            ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)
+            lines = [answer.line for answer in answers] + [f"what to do: {text}" for text in ways_out if text]
         else:  # say why no batch is open
             state = health.read_health(settings)
             lines = state["problems"] or [verdict(state)]
@@ -84,9 +85,3 @@ def why(
             print(plain(line))
     if any(answer.stalled for answer in answers):
         raise typer.Exit(1)
-
-
-def _overview_lines(answers: list[Why]) -> list[str]:
-    """Return a line for each open batch, then lines with what to do about stalled batches."""
-    ways_out = dict.fromkeys(answer.waiting[0].way_out for answer in answers if answer.stalled)  # each once, in order
-    return [*(answer.line for answer in answers), *(f"what to do: {way_out}" for way_out in ways_out if way_out)]

@@ -253,22 +253,21 @@ def down(
             print("Ray has ended the run on all nodes" if was_running else "this run does not run on Ray")
         return
     running = running_system.find(settings)
-    ended = end_system(settings)
-    deadline = time.monotonic() + RUN_ENDS_SECONDS
-    while (run_pids := set(run_lock.holders(settings).values())) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    killed_count, left_pids = end_system(settings)
+    running_system.wait_for(lambda: not run_lock.holders(settings), RUN_ENDS_SECONDS)
+    run_pids = set(run_lock.holders(settings).values())
     if as_json:
-        common.print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left,
+        common.print_json({"was_running": running is not None, "killed": killed_count, "left": left_pids,
                            "run": sorted(run_pids)})
-    elif running is None and not ended.killed:
+    elif running is None and not killed_count:
         print(f"no actor system ran on {settings.masked()['store']['url']}")
     else:
-        killed = f"{ended.killed} processes had to be killed" if ended.killed else "every process ended by itself"
-        left = f"; STILL THERE: {', '.join(map(str, ended.left))}" if ended.left else "; none is left"
+        killed = f"{killed_count} processes had to be killed" if killed_count else "every process ended by itself"
+        left = f"; STILL THERE: {', '.join(map(str, left_pids))}" if left_pids else "; none is left"
         print(f"the actor system is down: {killed}{left}")
     if run_pids and not as_json:  # not killed here: its user started it
         pids = " ".join(map(str, sorted(run_pids)))
         print(f"its `trinity-es run` (pid {pids}) is still there, and would end by itself if code in it did not hang: "
               f"`kill -9 {pids}` ends it, and nothing in the log is lost")
-    if ended.left:
+    if left_pids:
         raise typer.Exit(1)

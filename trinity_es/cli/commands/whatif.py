@@ -16,7 +16,6 @@ from trinity_es.safe_text import plain
 __all__ = ["what_if"]
 
 LAST_BATCHES = 10
-"""Number of batches that are simulated if none is named."""
 
 
 def what_if(
@@ -92,7 +91,6 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def _print_prediction(prediction: Prediction) -> None:
-    """Print a line per chosen batch with recorded and predicted figures, then totals and omissions."""
     out = console()
     changed = {k: v for k in prediction.recorded_settings if (v := getattr(prediction.settings, k)) is not None}
     settings = ", ".join(f"{k} {v} (was {prediction.recorded_settings[k]})" for k, v in changed.items())
@@ -125,7 +123,6 @@ def _print_prediction(prediction: Prediction) -> None:
 
 
 def _seconds_cells(recorded: Figures, predicted: Figures) -> tuple[str, str, str]:
-    """Return recorded seconds, predicted seconds and their difference as text; no difference if one did not end."""
     before, after = ("not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (recorded, predicted))
     if recorded.seconds is None or predicted.seconds is None:
         return before, after, ""

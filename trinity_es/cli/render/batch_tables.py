@@ -89,7 +89,6 @@ def print_fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
 
 
 def _print_plain(out: Console, table: Table) -> None:
-    """Print a table without colours, its columns aligned with spaces."""
     cells = [[str(column.header), *map(str, column.cells)] for column in table.columns]
     widths = [max(map(len, column)) for column in cells]
     for line in zip(*cells, strict=True):
@@ -266,7 +265,6 @@ def _bar(timeline: BatchTimeline, task: TaskTimeline, seconds: float, gaps: Sequ
 
 
 def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
-    """Describe a task's attempts: when each began, its runner, and its end or its error."""
     parts, last_error = [], ""
     for attempt in task.attempts:
         first_run, last_run = attempt.run_id_base, attempt.run_id_base + attempt.runs - 1
@@ -287,11 +285,11 @@ def _attempts_text(timeline: BatchTimeline, task: TaskTimeline) -> str:
 
 
 def print_state(out: Console, state: BatchState) -> None:
-    """Print a replayed state of a batch: counts, failed tasks and its result."""
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
     out.print(head + state_text(state.state.value))
     units_by_runner = Counter(flight.runner for flight in state.flights.values())
     running = ", ".join(f"{n} on {plain(name)}" for name, n in sorted(units_by_runner.items())) or "none"
+    untrained = "none: it is an eval" if state.batch_type == "eval" else "not trained"
     lines = [
         f"tasks settled     {state.completed_task_count} of {state.expected_task_count}"
         + ("" if state.min_wait_num is None else f", at least {state.min_wait_num} needed"),
@@ -300,7 +298,7 @@ def print_state(out: Console, state: BatchState) -> None:
         f"failed attempts   {state.failed_attempts}",
         f"tasks dropped     {len(state.dropped)}",
         f"delivered         {sum(ref.count for ref in state.experiences)} experiences",
-        f"trained in step   {_trained_text(state)}",
+        f"trained in step   {untrained if state.trained_step is None else state.trained_step}",
         f"stream version    {state.version}",
     ]
     out.print(Text("\n".join(lines)))
@@ -309,13 +307,6 @@ def print_state(out: Console, state: BatchState) -> None:
             out.print(Text(f"  task {number}: {error_line(status.message, 150)}", style="red"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
-
-
-def _trained_text(state: BatchState) -> str:
-    """Return the step in which a batch was trained, or why there is none, as text."""
-    if state.trained_step is not None:
-        return str(state.trained_step)
-    return "none: it is an eval" if state.batch_type == "eval" else "not trained"
 
 
 def state_json(state: BatchState) -> dict[str, Any]:

@@ -13,18 +13,16 @@ from rich.text import Text
 from trinity_es.cli.render.batch_tables import columns, print_left_out
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.reading.diff import MISSING, BatchDifference, Change, Fork, RunsCompared
+from trinity_es.projections.reading.diff import MISSING, Change, Fork, RunsCompared
 from trinity_es.safe_text import clock, event_line, plain
 
-__all__ = ["print_fork", "print_moments", "print_runs"]
+__all__ = ["print_batch_changes", "print_fork", "print_runs"]
 
 _VALUE_CHARACTERS = 70
-"""Maximum number of characters that are printed of a value."""
 _MAX_ROWS = 20
-"""Maximum number of changes, events and batches shown; --json has all."""
 
 
-def print_moments(
+def print_batch_changes(
     out: Console, batch_id: BatchId, positions: tuple[int, int], changes: Sequence[Change], events: Sequence[Recorded]
 ) -> None:
     """Print how a batch changed between two positions of the log, and the first of its events between them."""
@@ -71,7 +69,10 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
     for row in runs.same[-3:]:
         reward = "" if row.reward is None else f", reward {row.reward:.6g}"
         out.print(Text(f"  batch {plain(row.batch_id)}: {row.tasks} tasks{reward}, weights {row.model_version}"))
-    times = "  ".join(_submission_times(runs.first))
+    # Submission times are not compared, but help to find the batch.
+    times = "  ".join(
+        f"{'; submitted' if i == 0 else ' |'} {clock(row.submitted_at, date=True)} (position {row.first_position})"
+        for i, row in enumerate(runs.first.rows) if row is not None)
     out.print(Text(f"> batch {plain(runs.first.batch_id)} is the first that differs{times}", style="bold red"))
     out.print(_changes_table(runs.first.changes, *numbers))
     if runs.later:
@@ -84,14 +85,7 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
         print_left_out(out, len(runs.later), _MAX_ROWS, "more batches")
 
 
-def _submission_times(difference: BatchDifference) -> list[str]:
-    """Return the submission time of the batch in each run, as text. It is not compared, but helps to find the batch."""
-    return [f"{'; submitted' if i == 0 else ' |'} {clock(row.submitted_at, date=True)} (position {row.first_position})"
-            for i, row in enumerate(difference.rows) if row is not None]
-
-
 def _changes_table(changes: Sequence[Change], before_title: str, after_title: str) -> Table:
-    """Return a table of the first `_MAX_ROWS` changes: path, value before, value after."""
     table = columns("what", before_title, after_title, whole=())
     table.pad_edge = True
     for change in changes[:_MAX_ROWS]:

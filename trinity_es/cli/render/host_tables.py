@@ -40,7 +40,6 @@ def print_hosts(out: Console, rows: Sequence[HostRow], *, live: bool) -> None:
 
 
 def _last_heard(row: HostRow) -> Text:
-    """Return the time since the head last heard from a host, as text; "" if unknown."""
     if row.connected is None:
         return Text("")
     if row.connected:

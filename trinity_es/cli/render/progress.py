@@ -28,7 +28,6 @@ __all__ = ["RunView", "kept_tokens", "last_failure", "open_seconds", "step_rewar
 
 REDRAWS_PER_SECOND = 4
 READ_SECONDS = 0.2
-"""Interval between reads of the log."""
 MAX_LINES = 24
 """Maximum height of the overview, so that earlier output stays visible."""
 PRINTED_TYPES = (
@@ -129,7 +128,6 @@ class RunView:
     def _ended_line(
         self, log: Log, row: BatchRow, recorded: Recorded, event: ev.BatchFinalized | ev.BatchAborted
     ) -> str:
-        """Return the line for the end of a batch: tasks, reward, tokens, seconds and failed attempts."""
         aborted = "  ABORTED" if isinstance(event, ev.BatchAborted) else ""
         if row.first_position > recorded.position:
             return f"{self._name(row)}{aborted}  and submitted again"
@@ -152,7 +150,6 @@ class RunView:
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
-        """Return the newest overview, or a line with the time for which the system has been starting."""
         starting = Text(f"starting the actor system… {time.time() - self._started_at:.0f} s", style="cyan")
         return self._overview or starting
 

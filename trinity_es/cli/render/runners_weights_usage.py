@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MAX_ROWS = 50
-"""Maximum number of rows that a table shows; `--json` has all."""
+MAX_RANGES = 40
 
 
 def _table(*names: str, right: Sequence[str] = ()) -> Table:
@@ -190,16 +190,16 @@ def print_prompts(
         out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of epoch {epoch + 1}{rest}"), soft_wrap=True)
 
 
-def _ranges(rows: Sequence[int], most: int = 40) -> str:
-    """Return rows as at most `most` ranges, such as `1-5, 9`, and the number of further ranges."""
+def _ranges(rows: Sequence[int]) -> str:
+    """Return rows as at most MAX_RANGES ranges, such as `1-5, 9`, and the number of further ranges."""
     ranges: list[list[int]] = []
     for row in rows:
         if ranges and ranges[-1][1] == row - 1:
             ranges[-1][1] = row
         else:
             ranges.append([row, row])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most])
-    return text + (f" and {len(ranges) - most} more ranges" if len(ranges) > most else "")
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:MAX_RANGES])
+    return text + (f" and {len(ranges) - MAX_RANGES} more ranges" if len(ranges) > MAX_RANGES else "")
 
 
 def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:

@@ -47,7 +47,6 @@ def _idle_line(last_batch: dict[str, Any]) -> str:
 
 
 def _runner_line(runner: dict[str, Any]) -> str:
-    """Return the line for a runner: activity, pid, weights, load and endpoint."""
     load = ""
     if "load" in runner and runner.get("places"):
         units, places = runner["load"], runner["places"]
@@ -62,7 +61,6 @@ def _runner_line(runner: dict[str, Any]) -> str:
 
 
 def _host_line(host: dict[str, Any]) -> str:
-    """Return the line for a host: state, last contact, address, devices, and its work unless it is lost or has left."""
     state = host["state"]
     since = f" since {clock(host['since'], date=True)}" if host.get("since") else ""
     silence = f", not heard of for {span(host['away_for'])}" if host.get("away_for") and state != "lost" else ""

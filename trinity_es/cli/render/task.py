@@ -21,9 +21,7 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Number of characters of a text that are printed without --all."""
 _MAX_LINES = 100
-"""Maximum number of printed events, of attempts, and of journal parts of a run; --json has all."""
 _BAR_WIDTH = 30
-"""Width of an attempt's bar, in characters."""
 
 
 def print_task(
@@ -46,8 +44,10 @@ def print_task(
         numbers = ("attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position")
         table = columns("run", "runner", *numbers, right=("run", *numbers), whole=())
         for run, row in sorted(history.made.items()):
+            oldest, newest = row.model_version, row.model_version_end
             table.add_row(
-                str(run), Text(plain(f"{row.runner} #{row.incarnation}")), str(row.attempt), _versions(row),
+                str(run), Text(plain(f"{row.runner} #{row.incarnation}")), str(row.attempt),
+                str(oldest) if oldest == newest else f"{oldest} to {newest}",
                 "" if row.reward is None else f"{row.reward:.4g}", str(row.prompt_tokens), str(row.response_tokens),
                 f"{row.seconds:.2f}", str(row.finish_position),
             )
@@ -82,11 +82,11 @@ def _part_texts(parts: Sequence[JournalPart]) -> list[str]:
     requests = list[list[str]]()
     for part in parts:
         if part.choice and requests:
-            requests[-1].append(_part_text(part).removeprefix("answer "))
+            requests[-1].append(_part_text(part))
         else:
             requests.append([_part_text(part)])
     return [texts[0] if len(texts) == 1 else
-            f"{len(texts)} answers to one request ({'; '.join([texts[0].removeprefix('answer '), *texts[1:]])})"
+            f"{len(texts)} answers to one request ({'; '.join(text.removeprefix('answer ') for text in texts)})"
             for texts in requests]
 
 
@@ -147,7 +147,6 @@ def print_run(
 
 
 def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | None) -> None:
-    """Print a task's state, its error if it failed, its row in the taskset, its prompt and its number of runs."""
     out.print(Text(f"batch {plain(history.batch_id)} task {history.task}  ", style="bold") + state_text(history.state))
     if history.reason:
         _line(out, f"because     {error_line(history.reason, 400)}")
@@ -166,7 +165,6 @@ def _print_head(out: Console, history: TaskHistory, sample: dict[str, Any] | Non
 def _print_experience(
     out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], *, whole: bool
 ) -> None:
-    """Print an experience: tokens, weights, reward, whether it was delivered, and its texts (cut unless `whole`)."""
     oldest, newest = e.model_versions
     to_newest = "" if newest == oldest else f" to {newest}"
     versions = "" if oldest is None else f", weights {plain(oldest, 20)}{to_newest}"
@@ -191,25 +189,15 @@ def _print_experience(
             _line(out, f"  {name}: no text was kept; --json has the token ids")
         else:
             _line(out, f"  {name}:")
-            for line in _text_lines(text, None if whole else _SHORT):
-                _line(out, f"  | {line}")
-
-
-def _text_lines(text: str, limit: int | None) -> Iterable[str]:
-    """Yield the lines of a text's first `limit` characters, and a line with the number of the other characters."""
-    for line in text[:limit].split("\n"):
-        yield plain(line)
-    if limit is not None and len(text) > limit:
-        yield f"… {len(text) - limit:,} more characters: --all shows them"
+            limit = len(text) if whole else _SHORT
+            for line in text[:limit].split("\n"):
+                _line(out, f"  | {plain(line)}")
+            if len(text) > limit:
+                _line(out, f"  | … {len(text) - limit:,} more characters: --all shows them")
 
 
 def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, mean {sum(values) / len(values):.4g}"
-
-
-def _versions(row: RunRow) -> str:
-    oldest, newest = row.model_version, row.model_version_end
-    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def _line(out: Console, text: str) -> None:

@@ -88,9 +88,7 @@ class RunOverview:
         }
 
 
-def read_overview(
-    log: Log, now: float | None = None, event_count: int = 12, followed: Followed | None = None
-) -> RunOverview:
+def read_overview(log: Log, now: float | None = None, followed: Followed | None = None) -> RunOverview:
     """Read the run's current state from its log. Repeated calls should pass the same `followed` (see `Log.why`)."""
     now = time.time() if now is None else now
     head = log.head().position
@@ -116,7 +114,7 @@ def read_overview(
     open_streams = {batch_stream(row.batch_id) for row in overview.open_batches}
     stalls = log.rare(["StallDetected"], after=first, limit=100, descending=True)
     overview.stalls = list(islice((r for r in stalls if r.stream in open_streams), 5))
-    overview.last = list(log.rare(NOTABLE, limit=event_count, descending=True))[::-1]
+    overview.last = list(log.rare(NOTABLE, limit=12, descending=True))[::-1]
     _measure_throughput(log, overview)
     return overview
 
@@ -150,35 +148,30 @@ def render_overview(overview: RunOverview, height: int | None = None) -> Rendera
         parts.append(_hosts_table(overview))
     if overview.open_batches or overview.ended:
         parts.append(_batches_table(overview))
-    for line in overview.waiting:
-        parts.append(_cut_to_one_line(Text(f"  {plain(line, 300)}", style="cyan")))
-    for stall in overview.stalls:
-        parts.append(_cut_to_one_line(Text(f"stall  {event_line(stall)}", style="bold yellow")))
+    parts += [_one_line(f"  {plain(line, 300)}", "cyan") for line in overview.waiting]
+    parts += [_one_line(f"stall  {event_line(stall)}", "bold yellow") for stall in overview.stalls]
     other_lines = 4 + len(overview.runners) + len(overview.open_batches) + len(overview.ended) + len(overview.waiting) \
         + len(overview.stalls) + (len(overview.hosts) + 1 if overview.hosts else 0)
     room = len(overview.last) if height is None else max(2, height - other_lines - 2)
     parts.append(Text("last events", style="bold"))
-    parts += [_cut_to_one_line(Text(event_line(recorded))) for recorded in overview.last[-room:]]
+    parts += [_one_line(event_line(recorded)) for recorded in overview.last[-room:]]
     return Group(*parts)
 
 
-def _cut_to_one_line(line: Text) -> Text:
-    """Return the text, set to end with … at the terminal's edge."""
-    line.no_wrap, line.overflow = True, "ellipsis"
-    return line
+def _one_line(text: str, style: str = "") -> Text:
+    """Return a text that ends with … at the terminal's edge."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
 def _figures_line(overview: RunOverview) -> Text:
-    """Return the first line: position, time of the last event, throughput, reward."""
     if overview.last_at is None:
         return Text(f"{plain(overview.url)}: no event yet", style="bold")
     silence = overview.now - overview.last_at
     last = f"last event {silence:.0f} s ago" if silence < 3600 else f"last event {clock(overview.last_at, date=True)}"
     reward = f"   reward {overview.rewards[-1]:z.3f} {sparkline(overview.rewards, 40)}" if overview.rewards else ""
-    return _cut_to_one_line(Text(
+    return _one_line(
         f"position {overview.position:,}   {last}   {overview.tokens_per_second:,.0f} tokens/s   "
-        f"{overview.tasks_per_second:.1f} tasks/s{reward}   {plain(overview.url)}", style="bold",
-    ))
+        f"{overview.tasks_per_second:.1f} tasks/s{reward}   {plain(overview.url)}", "bold")
 
 
 def _runners_table(overview: RunOverview) -> Table:
@@ -186,10 +179,9 @@ def _runners_table(overview: RunOverview) -> Table:
     for life in overview.runners:
         since = life.ended_at or life.ready_at or life.started_at
         state = "loading" if life.how == "running" and life.ready_at is None else life.how
-        deaths = overview.deaths.get(life.runner, 0)
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 40)), state_text(state), str(life.model_version),
-            counted_text(deaths), when(since),
+            counted_text(overview.deaths.get(life.runner, 0)), when(since),
         )
     return table
 

@@ -28,9 +28,7 @@ EVENTS_PER_PART = 200
 MAX_DRAWN = 1000
 """Maximum number of attempts of a batch for which bars by runner are drawn."""
 GRID_TASKS = 384
-"""Number of tasks in the grid of a past state."""
 EVENT_CHARACTERS = 6000
-"""Maximum number of characters that are shown of a stored event."""
 EVENT_BYTES = 200_000
 """Stored events of this size and more are shown without indentation."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
@@ -45,10 +43,8 @@ class RunnerWork:
 
     name: str
     attempts: int
-    finished: int
     failed: int
     seconds: float
-    versions: list[int]
     lane: Lane | None
 
     @property
@@ -72,13 +68,15 @@ def batch(request: PageRequest) -> Page:
         timeline = cached.timeline
         assert timeline is not None
         values = _timeline_values(request, timeline, is_dead=is_dead) | _history_values(request, cached)
-    neighbours = _neighbours(request, row.first_position)
+    config_position, config = request.log.config(row.first_position)
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
-        values=values | neighbours | {
+        values=values | {
             "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
             "losses": sorted(request.log.losses(batch_id).items()),
-            "config": _config_values(request, row.first_position),
+            "before": _first_submission(request, before=row.first_position, descending=True),
+            "after": _first_submission(request, after=row.first_position),
+            "config": (config_position, list(_flatten_config(config))) if config else None,
         },
     )
 
@@ -95,15 +93,11 @@ def select_tasks(timeline: BatchTimeline, state: str, sort: str, descending: boo
     return sort_known_first(chosen, values[sort], descending)
 
 
-def time_window(timeline: BatchTimeline, now: float, *, is_dead: bool) -> Window:
-    """Return the batch's period: to its end, else to now, or in a dead run to its last event."""
-    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else now
-    return Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
-
-
 def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: bool) -> dict[str, Any]:
     """Return the values for the template from the batch's timeline: a page of tasks, the runners and the metrics."""
-    state, window = timeline.state, time_window(timeline, request.now, is_dead=is_dead)
+    state = timeline.state
+    last = timeline.ended_at if timeline.ended_at is not None else timeline.last_at if is_dead else request.now
+    window = Window(timeline.submitted_at, max(last, timeline.submitted_at + 1e-3))
     sort, task_state = request.choice("sort", SORTS, "task"), request.choice("state", STATES)
     descending = request.choice("order", ("up", "down"), "up") == "down"
     selected_tasks = select_tasks(timeline, task_state, sort, descending)
@@ -117,11 +111,9 @@ def _timeline_values(request: PageRequest, timeline: BatchTimeline, *, is_dead: 
         "chosen": len(selected_tasks), "states": STATES,
         "runners": [
             RunnerWork(
-                name=name, attempts=len(pairs), finished=sum(bar_kind(a) == "finished" for _, a in pairs),
-                failed=sum(bar_kind(a) == "failed" for _, a in pairs),
+                name=name, attempts=len(pairs), failed=sum(bar_kind(a) == "failed" for _, a in pairs),
                 seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in pairs),
-                versions=sorted({a.model_version for _, a in pairs}),
-                lane=lane(pairs, window, window.end) if with_lanes else None,
+                lane=lane(pairs, window) if with_lanes else None,
             )
             for name, pairs in sorted(
                 by_runner.items(), key=lambda item: (natural_key(host_of(item[0])), natural_key(item[0]))
@@ -150,24 +142,10 @@ def _group_metrics(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
     return out
 
 
-def _neighbours(request: PageRequest, position: int) -> dict[str, Any]:
-    """Return the ids of the batches that were submitted last before and first after this log position."""
-    return {
-        "before": _first_submission(request, before=position, descending=True),
-        "after": _first_submission(request, after=position, descending=False),
-    }
-
-
 def _first_submission(request: PageRequest, **range_options: Any) -> Any:
     """Return the id of the first batch that was submitted in a range of positions; None if there is none."""
     submission = next(request.log.rare(["BatchSubmitted"], limit=1, **range_options), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
-
-
-def _config_values(request: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
-    """Return the system's config at this log position: the config's own position, and (key path, value) pairs."""
-    config_position, config = request.log.config(position)
-    return (config_position, list(_flatten_config(config))) if config else None
 
 
 def _flatten_config(value: Any, path: str = "") -> Any:
@@ -236,9 +214,7 @@ def _past_state_values(request: PageRequest, cached: CachedBatch, version: int) 
     """
     state, recorded = cached.state_at(request.log, version)
     touched = _touched_tasks(recorded)
-    first = 0
-    if len(state.tasks) > GRID_TASKS and touched:
-        first = min(touched) // GRID_TASKS * GRID_TASKS
+    first = min(touched) // GRID_TASKS * GRID_TASKS if len(state.tasks) > GRID_TASKS and touched else 0
     numbers = list(range(first, min(len(state.tasks), first + GRID_TASKS)))
     assert cached.timeline is not None
     return {
@@ -264,7 +240,6 @@ def _touched_tasks(recorded: Recorded) -> set[int]:
 
 
 def _figures(state: BatchState) -> list[tuple[str, str]]:
-    """Return the figures of a past state, as (name, text)."""
     failed_count = sum(not s.ok for s in state.statuses.values())
     figures = [
         ("state", state.state.value + (", paused" if state.paused else "")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route, link, runner_url
 from trinity_es.safe_text import summary
 
@@ -30,13 +32,8 @@ def events(request: PageRequest) -> Page:
     if rare:
         rows = list(request.log.rare(before=before, limit=EVENTS_PER_PAGE, descending=True))
     else:
-        first = max(0, before - 1 - EVENTS_PER_PAGE)
-        rows = []
-        for recorded in request.log.read(after=first) if before > 1 else ():
-            if recorded.position >= before:
-                break
-            rows.append(recorded)
-        rows.reverse()
+        page_events = request.log.read(after=max(0, before - 1 - EVENTS_PER_PAGE)) if before > 1 else ()
+        rows = list(takewhile(lambda recorded: recorded.position < before, page_events))[::-1]
     has_older = bool(rows) and rows[-1].position > 1 and (len(rows) == EVENTS_PER_PAGE or not rare)
     return Page(
         template="events.html", title="Events", nav="events", watch=() if "before" in request.query else None,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from statistics import median
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.events import subject_url
 from trinity_es.projections.host_states import host_of, last_lives
-from trinity_es.projections.reading.overview import Overview, Point
+from trinity_es.projections.reading.overview import Point
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.system_state import Followed
@@ -24,11 +25,9 @@ CURVE_POINTS = 600
 """Maximum number of points of a curve. If there are more, neighbours are averaged."""
 BINS = 24
 DISTRIBUTION_BATCHES = 10
-"""Number of newest batches whose distributions are shown."""
 OPEN_BATCHES_SHOWN = 8
 EVENTS_SHOWN = 12
 LOSSES_SHOWN = 6
-"""Maximum number of reasons that are shown for each kind of loss."""
 
 T = TypeVar("T")
 
@@ -90,28 +89,30 @@ def _log_values(request: PageRequest) -> dict[str, Any]:
     distributions = request.log.distributions(last=DISTRIBUTION_BATCHES)
     config = run.config
     busy_points = [p for p in run.throughput if p.tokens > 0]
+    evals: dict[str, list[Point]] = {}
+    for point in run.evals:
+        evals.setdefault(point.name, []).append(point)
+    zone = datetime.now().astimezone().utcoffset() or timedelta()  # as the page's head shows it
+    losses = (("attempt", run.attempts_failed), ("task", run.tasks_dropped),
+              ("experience", {why or "by a filter": n for why, n in run.experiences_dropped.items()}))
     return {
         "run": run, "name": "/".join(str(config[k]) for k in ("project", "name") if config.get(k)),
         "mode": config.get("mode"), "batches": sum(run.states.values()),
         "tokens_now": busy_points[-1].tokens if busy_points else None,
-        "reward": curve("step", {"reward": run.rewards}), "evals": curve("step", _by_name(run.evals)),
-        "staleness": curve("step", {"versions behind": run.staleness}),
-        "throughput": _throughput(run),
+        "reward": curve({"reward": run.rewards}), "evals": curve(evals),
+        "staleness": curve({"versions behind": run.staleness}),
+        "throughput": {
+            "x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
+            "means_of": 1, "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]],
+        },
         "latencies": histogram(distributions.attempt_seconds), "run_rewards": histogram(distributions.rewards),
         "lengths": histogram(distributions.response_tokens), "distribution_batches": len(distributions.batch_ids),
         "hosts": list(last_lives(request.log.hosts()).values()),
         "lives": request.log.runner_lives(),
         "recent": [(r, subject_url(r.stream), summary(r.event)) for r in run.recent],
-        "losses": [*(("attempt", why, n) for why, n in _largest_counts(run.attempts_failed)),
-                   *(("task", why, n) for why, n in _largest_counts(run.tasks_dropped)),
-                   *(("experience", why or "by a filter", n) for why, n in _largest_counts(run.experiences_dropped))],
+        "losses": [(what, why, n) for what, counts in losses for why, n in Counter(counts).most_common(LOSSES_SHOWN)],
         "subject_url": subject_url,
     }
-
-
-def _largest_counts(counts: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the LOSSES_SHOWN largest counts, as (reason, count)."""
-    return sorted(counts.items(), key=lambda item: -item[1])[:LOSSES_SHOWN]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,15 +152,7 @@ def _verdict(
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
-def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
-    """Group points by the name of their curve."""
-    series: dict[str, list[Point]] = {}
-    for point in points:
-        series.setdefault(point.name, []).append(point)
-    return series
-
-
-def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
+def curve(series: dict[str, list[Point]]) -> dict[str, Any]:
     """Return data for charts.js: values by step, or by their order if a point has no step.
 
     If there are more than CURVE_POINTS values of x, groups of `means_of` neighbours are averaged.
@@ -175,19 +168,12 @@ def curve(x_title: str, series: dict[str, list[Point]]) -> dict[str, Any]:
     group_size = max(1, -(-len(xs) // CURVE_POINTS))
     groups = [xs[i : i + group_size] for i in range(0, len(xs), group_size)]
     rows = [[_mean([value for x in group for value in values[x].get(name, ())]) for group in groups] for name in names]
-    return {"x": x_title if by_step else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
+    return {"x": "step" if by_step else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
             "means_of": group_size}
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _throughput(run: Overview) -> dict[str, Any]:
-    """Return data for charts.js: response tokens per second over time."""
-    zone = datetime.now().astimezone().utcoffset() or timedelta()  # as the page's head shows it
-    return {"x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
-            "means_of": 1, "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +187,7 @@ class Bin:
     high: float
 
 
-def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | None:
+def histogram(values: Sequence[float]) -> dict[str, Any] | None:
     """Return a histogram with bars of equal width; None without values.
 
     The last bar ends at the 99th percentile, and also counts all values above it.
@@ -214,10 +200,10 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | Non
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     low, high = ordered[0], quantile(0.99)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
+    width = (high - low) / BINS or 1.0
+    counts = [0] * BINS
     for value in ordered:
-        counts[min(bins - 1, int((value - low) / width))] += 1
+        counts[min(BINS - 1, int((value - low) / width))] += 1
     largest_count = max(counts)
     return {
         "bins": [Bin(100 * n / largest_count, n, low + i * width, low + (i + 1) * width) for i, n in enumerate(counts)],

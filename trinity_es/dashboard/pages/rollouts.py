@@ -81,7 +81,8 @@ def rollout(request: PageRequest) -> Page:
     batch_id, task, run = batch.batch_id, row.task, row.run
     experience = run_experiences.experiences[step] if run_experiences.experiences else None
     decode, source = _decoder(request)
-    before, after = _neighbours(batch, row)
+    ended_runs = sorted(batch.rows, key=lambda r: (r.task, r.run))
+    place = ended_runs.index(row)
     submitted = submitted_task(request.log, batch_id, task)
     return Page(
         template="rollout.html",
@@ -89,8 +90,9 @@ def rollout(request: PageRequest) -> Page:
         nav="rollouts",
         watch=(batch_stream(batch_id),) if not batch.state.state.ended else (),
         values={
-            "batch": batch, "row": row, "run_experiences": run_experiences, "step": step, "before": before,
-            "after": after,
+            "batch": batch, "row": row, "run_experiences": run_experiences, "step": step,
+            "before": ended_runs[place - 1] if place else None,
+            "after": ended_runs[place + 1] if place + 1 < len(ended_runs) else None,
             "one": experience and rollout_values.experience_values(experience, decode, source),
             "delivered": experience and run_experiences.delivered.get(experience.eid.uid),
             "task": submitted and cut(rollout_values.as_json(submitted), rollout_values.JSON_CHARACTERS)[0],
@@ -134,13 +136,6 @@ def _requested_run(request: PageRequest, batch: BatchTimeline) -> tuple[RunRow, 
                             "the batch's page lists its tasks")
     [run_experiences] = rollout_values.read_runs(request.log, batch, [row])
     return row, run_experiences, min(request.number("step"), max(0, len(run_experiences.experiences) - 1))
-
-
-def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
-    """Return the previous and the next ended run of the batch, in order of task and run."""
-    ordered = sorted(batch.rows, key=lambda r: (r.task, r.run))
-    i = next(i for i, r in enumerate(ordered) if r is row)
-    return ordered[i - 1] if i else None, ordered[i + 1] if i + 1 < len(ordered) else None
 
 
 def _decoder(request: PageRequest) -> tuple[tokens.Decode | None, str]:

@@ -6,7 +6,7 @@ from trinity_es.dashboard.page_urls import Nav, Page, PageRequest, Route
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WeightNotFound
 from trinity_es.projections.adapter_versions import ADAPTER_EVENTS, adapter_history
-from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
+from trinity_es.projections.tables.runner_history import WeightsLoad
 
 __all__ = ["NAV", "ROUTES", "weights"]
 
@@ -14,7 +14,6 @@ PER_PAGE = 40
 MAX_ADAPTER_EVENTS = 2000
 """Maximum number of events of LoRA adapters that the page reads, beginning with the newest."""
 MAX_BATCHES = 200
-"""Maximum number of batches on the page of one version."""
 
 
 def weights(request: PageRequest) -> Page:
@@ -46,7 +45,9 @@ def _version_page(request: PageRequest, version: int) -> Page:
         if isinstance(r.event, ev.RunnerReady) and r.event.model_version == version
     ]
     loads = [(load, "started with it") for load in loads_at_start]
+    delays: list[float] = []  # seconds from the publication to each load
     if published is not None:
+        delays = [load.at - published.published_at for load in published.loads]
         loads += [(load, "loaded it") for load in published.loads]
         loads += [(load, "failed to load it") for load in published.failures]
     loads.sort(key=lambda pair: pair[0].at)
@@ -63,15 +64,9 @@ def _version_page(request: PageRequest, version: int) -> Page:
             "newest": max((w.version for w in request.log.weights(limit=1)), default=None),
             "batches": [(stream.removeprefix("batch/"), count) for stream, count in batches],
             "most": MAX_BATCHES,
-            "lag": _load_delays(published) if published is not None else None,
+            "lag": (min(delays), max(delays)) if delays else None,
         },
     )
-
-
-def _load_delays(version: WeightsVersion) -> tuple[float, float] | None:
-    """Return the seconds from publication to the first and to the last load by an engine; None without loads."""
-    delays = [load.at - version.published_at for load in version.loads]
-    return (min(delays), max(delays)) if delays else None
 
 
 NAV = [Nav(name="weights", title="Weights", path="/weights", key="w")]
