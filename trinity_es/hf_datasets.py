@@ -71,14 +71,12 @@ def _row(experience: Experience) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a value with each array in it as a list; also arrays in dicts."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return {key: _with_lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _experience(row: Mapping[str, Any]) -> Experience:
-    """Return the experience that `_row` made this row of."""
     fields = {name: _without_nones(value) for name, value in row.items() if name in _FIELDS and value is not None}
     experience_type = fields.pop("experience_type", None)
     mask = fields.pop("action_mask", None)

@@ -74,7 +74,6 @@ _SCRIPT: dict[str, Any] = {
 
 
 def _check_times(values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if a duration of the script is not a finite number of at least 0."""
     for name in ("load_seconds", "latency_seconds", "token_seconds"):
         value = values.get(name, 0.0)
         numbers = value if isinstance(value, list) and len(value) == 2 and name == "latency_seconds" else [value]
@@ -226,7 +225,6 @@ class ScriptedEngine:
         return (name, self.adapters[name]) if name else None
 
     def _rng(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
-        """Return a random generator that depends on seeds, weights version, prompt and adapter only."""
         key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
         return random.Random(hashlib.sha256(key.encode()).digest())
 

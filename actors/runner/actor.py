@@ -303,7 +303,6 @@ class Runner(BaseActor):
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.end_reason))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
-        """Report that the engine loaded a version of the weights, or why it failed to."""
         if self.loading_version == version:
             self.loading_version = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
@@ -311,7 +310,6 @@ class Runner(BaseActor):
             self.announce()  # a runner that failed without weights may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
-        """Report the result of the LoadAdapters message `number`."""
         self.tell(messages.AdaptersLoadResult(
             name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
             adapters=self.engine_side.adapters,

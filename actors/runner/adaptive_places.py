@@ -93,7 +93,6 @@ class AdaptivePlaces:
         return self.places
 
     def _places_after(self, past: _Period) -> int:
-        """Return the number of places after a period, by the rules in the class docstring."""
         fill = past.fill / past.running
         queue = past.waiting / past.running
         recomputed = past.recomputed / past.running
@@ -165,7 +164,6 @@ class Places:
             engine.on_load = follow
 
     def resize(self, count: int) -> None:
-        """Set the number of places. If it grew, waiting units start."""
         self.count = count
         self._let_in()
 
@@ -174,7 +172,6 @@ class Places:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Give free places to the units that have waited longest."""
         while self._queue and self.taken < self.count:
             turn = self._queue.popleft()
             if not turn.done():

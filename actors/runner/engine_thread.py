@@ -296,7 +296,6 @@ class EngineThread:
 
     @_on_loop
     def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Start a unit (runs of one task), and cancel an earlier attempt at it that still runs."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._fail_without_outcome(key, item, task))
@@ -315,7 +314,6 @@ class EngineThread:
 
     @_on_loop
     def stop_unit(self, key: Key) -> None:
-        """Stop a unit that the coordinator cancelled, and delete its journal."""
         self._stop_unit(key)
         if self.journal is not None:
             self.journal.release(key)

@@ -86,5 +86,4 @@ class Outbox(NumberedGroups[OutcomeReport]):
         return outcomes
 
     def has_settled(self, key: Key, attempt: int) -> bool:
-        """Return True if the outcome of this attempt is in the log and is still remembered."""
         return (key, attempt) in self._settled

@@ -235,7 +235,6 @@ class Config(RunConfig):
 
     @contextmanager
     def _importing(self) -> Iterator[None]:
-        """Add `code_path` and the working directory to `sys.path` for this block."""
         old_path = list(sys.path)
         add_import_folders(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
@@ -246,7 +245,6 @@ class Config(RunConfig):
 
 
 def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
-    """Return what is wrong with a taskset's source on this machine, such as a missing file or class."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
         check = None if (problems := _import_problems(f"{key}.path", path)) else getattr(load(path), "check", None)
@@ -279,7 +277,6 @@ def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {
 
 
 def _build_problems(build: Callable[[], Any], key: str) -> list[str]:
-    """Call `build`, and return its ConfigError or DataError, if any, as one line about `key`."""
     try:
         build()
     except (ConfigError, DataError) as e:
@@ -296,7 +293,6 @@ def _copy_with(section: _Section, **changes: Any) -> _Section:
 
 
 def _with_absolute_paths(section: _Section, folder: Path, *keys: str) -> _Section:
-    """Return the section with the paths under these keys made absolute. An empty path stays empty."""
     paths = {key: getattr(section, key) for key in keys}
     return _copy_with(section, **{key: path and _absolute_path(path, folder) for key, path in paths.items()})
 

@@ -76,7 +76,6 @@ def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterato
 
 
 def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> str:
-    """Return what to write instead of an unknown key: its hint, or the nearest known key."""
     key = dotted_path(path, any_index=True)
     if key in hints:
         return f"; {hints[key]}"
@@ -114,7 +113,6 @@ def _description(model: type[BaseModel], name: str) -> str:
 
 @functools.cache
 def _field_docs(file: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings of fields, which Python itself drops, by class and field."""
     classes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)]
     return {node.name: {name: doc for name, _, doc in documented_fields(node)} for node in classes}
 
@@ -133,7 +131,6 @@ _TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true
 
 
 def _type_text(info: FieldInfo) -> str:
-    """Return the type of a field in words."""
     def text_of(annotation: Any) -> str:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Literal:
@@ -150,7 +147,6 @@ def _type_text(info: FieldInfo) -> str:
 
 
 def _default_text(info: FieldInfo) -> str:
-    """Return the default of a field as docs/CONFIG.md shows it."""
     extra = info.json_schema_extra
     if isinstance(extra, dict) and "shown" in extra:
         return str(extra["shown"])

@@ -53,7 +53,6 @@ def call_problems(key: str, function: Any, args: Mapping[str, Any], *, positiona
 def _unknown_argument_problems(
     key: str, args: Iterable[str], parameters: Collection[str], function_name: str
 ) -> list[str]:
-    """Return a line for each argument that is not among the parameters of the function."""
     advice = f"it takes {', '.join(sorted(parameters))}" if parameters else "it takes none: leave it out"
     return [f"{key}.{name}: {function_name} has no argument {name!r}{did_you_mean(name, parameters) or f'; {advice}'}"
             for name in args if name not in parameters]

@@ -148,7 +148,6 @@ class EnvironmentServer:
         self._end()
 
     def _end(self) -> None:
-        """End the process, and fail the open requests."""
         if not self.has_ended:
             self.has_ended = True
             if self._writer is not None:
@@ -184,7 +183,6 @@ _servers = weakref.WeakKeyDictionary()
 
 
 def _has_failed_or_ended(start: asyncio.Task[EnvironmentServer]) -> bool:
-    """Return whether this start failed, or the process that it started has ended."""
     return start.done() and (start.cancelled() or start.exception() is not None or start.result().has_ended)
 
 

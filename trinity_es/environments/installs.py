@@ -76,7 +76,6 @@ def uv() -> str | None:
 
 
 def installed() -> list[Installed]:
-    """Return all installed environments, in the order of their names."""
     environments = []
     for file in sorted(environments_folder().glob("*/environment.json")):
         fields = json.loads(file.read_text())
@@ -155,7 +154,6 @@ def remove(name: str) -> Installed:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock this folder against other installs, on all machines that share it."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -221,7 +219,6 @@ def plain_name(name: str) -> str:
 
 
 def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
-    """Return the output of a command. Raises ConfigError if it fails."""
     say(" ".join(command))
     # uv does not read pip's variables.
     pip_names = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}

@@ -325,5 +325,4 @@ def is_about_action(action: Any, errors: Any) -> bool:
 
 
 def _load_function(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with the name "module:name"; `default` if the name is None."""
     return default if name is None else resolve(name, {}, "function")

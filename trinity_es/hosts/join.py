@@ -184,7 +184,6 @@ class HostRun:
                 shutil.rmtree(self._pulled_folder, ignore_errors=True)
 
     def _run(self) -> None:
-        """Start the host's system, and restart it with growing pauses, until this host leaves or is drained."""
         pauses = Backoff(*PAUSE_SECONDS)
         while not self.is_leaving():
             started_at = time.monotonic()
@@ -270,7 +269,6 @@ class HostRun:
         return host.reason
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep for these seconds, or until `leave` is called."""
         deadline = time.monotonic() + seconds
         while not self.is_leaving() and time.monotonic() < deadline:
             time.sleep(min(CHECK_SECONDS, seconds))

@@ -94,7 +94,6 @@ class Agent:
         self._thread.start()
 
     def report(self) -> dict[str, Any]:
-        """Return this actor's node, its pid, and its current problem."""
         return {"node": socket.gethostname(), "pid": os.getpid(), "problem": dict(self._problem)}
 
     def status(self) -> dict[str, Any]:
@@ -165,7 +164,6 @@ class Agent:
 
 
 def _import_ray() -> Any:
-    """Import Ray and return the module. Raises ConfigError if it is not installed."""
     try:
         import ray
     except ImportError as e:

@@ -56,7 +56,6 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
 
 
 def has_result(client: RolloutClient, batch_id: str) -> bool:
-    """Return whether the batch is finalized in the log and at least one run succeeded."""
     state = client.log.current(batch_id)
     return state is not None and state.state is BatchLifecycleState.FINALIZED and not state.failed_whole
 
@@ -155,7 +154,6 @@ class PromptRows:
                     )
 
     def _row(self, name: str, index: int) -> dict[str, Any]:
-        """Return the values of a row that a task gets beside its prompt."""
         if not self._columns[name]:
             return {}
         row = self._datasets[name][index]

@@ -169,7 +169,6 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return f"{n}/{self.name}"
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        """Return the row numbers in the order of this epoch."""
         order = list(range(len(self.dataset)))
         if self.seed is not None:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)

@@ -79,7 +79,6 @@ def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
 
 
 def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
-    """Return prompt ids, completion ids, logprobs and mask of the experience at index `row`."""
     start, end = experiences.tokens.offsets[row : row + 2]
     tokens, prompt_length = experiences.tokens.values[start:end].tolist(), experiences.prompt_lengths[row]
     prompt, ids = tokens[:prompt_length], tokens[prompt_length:]

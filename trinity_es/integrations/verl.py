@@ -140,7 +140,6 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
 
 
 def _turn_count(experience: Experience) -> int:
-    """Return the number of messages in the conversation, without system messages."""
     messages = experience.messages or [{}, {}]  # one prompt and its answer
     return sum(message.get("role") != "system" for message in messages)
 

@@ -38,12 +38,10 @@ class BenchRow:
 
 
 def batch_id_of(step: int, taskset: str) -> str:
-    """Return the id of the batch that evaluates a step's checkpoint on a taskset."""
     return f"{step}/bench/{taskset}"
 
 
 def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
-    """Return the steps to evaluate, in order. Raises ConfigError if there are none."""
     if not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets is empty: name a taskset to evaluate on")
     saved = checkpoints.steps()
@@ -82,6 +80,5 @@ def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems:
 
 
 def _step_and_name(batch_id: BatchId) -> tuple[int, str] | None:
-    """Return the step and the taskset in a batch id made by `batch_id_of`; None for other ids."""
     step, _, name = str(batch_id).partition("/bench/")
     return (int(step), name) if name and step.isdecimal() else None

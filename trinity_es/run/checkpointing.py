@@ -42,7 +42,6 @@ class Checkpoints:
         return self.folder / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in order."""
         names = [path.name.rsplit("_", 1)[1] for path in self.folder.glob("global_step_*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -211,7 +210,6 @@ class TrainerCheckpoints:
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:
-    """Return the trainer's `state_dict`. Raises ConfigError if it has none."""
     method: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if method is None:
         raise ConfigError(

@@ -69,7 +69,6 @@ class Explorer(RunProcess):
         self._cut_tasks = CutTasks()
 
     def _is_unfinished(self) -> bool:
-        """Return whether a step, an eval or the saving of the last weights is still to be done."""
         progress, point = self.progress, self._point
         if not self.resumed or not progress.ended or self.step > self.done or not progress.evals_over:
             return True
@@ -177,7 +176,6 @@ class Explorer(RunProcess):
         return self.config.explorer.name
 
     async def _submit_steps(self) -> None:
-        """Submit each step when the sync policy allows it, until the tasksets or `total_steps` end."""
         progress, size = self.progress, self.config.buffer.batch_size
         while self.has_more(self.step, self.cursors):
             await progress.until(lambda: progress.ended or self.policy.may_submit(
@@ -315,12 +313,10 @@ class Explorer(RunProcess):
         return bool(tasks)
 
     def _remade_tasks(self, step: int) -> list[Task]:
-        """Return the tasks of a submitted step, built from the same rows with the current config."""
         submitted = submitted_tasks(self.rollouts.client.log, step)
         return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in submitted]
 
     async def _end_period(self, step: int) -> None:
-        """Publish the weights of this step, then submit the evals on them, before later steps are submitted."""
         await self.sync_weight(step)
         await self._submit_evals(step)
 
@@ -391,7 +387,6 @@ class Explorer(RunProcess):
             await self._submit_eval(batch_id)
 
     async def _submit_eval(self, batch_id: BatchId) -> None:
-        """Submit all tasks of a taskset as the eval batch `<step>/<taskset>`."""
         name = str(batch_id).rsplit("/", 1)[1]
         taskset = next(t for t in self.eval_sets if t.config.name == name)
         sources = [source for source in self.unrecorded if source.is_eval and source.taskset == name]
@@ -403,7 +398,6 @@ class Explorer(RunProcess):
         self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
-        """Finalize each eval after it is submitted, until the run is over and no eval is open."""
         progress = self.progress
         while not (self._is_over and progress.evals_over):
             await progress.until(lambda: self._is_over or not progress.evals_over)
@@ -416,7 +410,6 @@ class Explorer(RunProcess):
         return self.progress.ended and self.done >= self.step
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
-        """Finalize an eval, and return its metrics."""
         result = await retry_until_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
         metrics: dict[str, float] = result["metrics"]
         self.progress.note(evals={batch_id: True})

@@ -150,7 +150,6 @@ class RunProcess:
         return tasksets
 
     def _set_point(self, point: ResumePoint) -> None:
-        """Set cursors, weights version and progress to those of the resume point."""
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
@@ -289,7 +288,6 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
-        """Build the trainer from its checkpoint, repeat the steps after it, and return the trainer."""
         plugin_lookup.add_import_folders(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)

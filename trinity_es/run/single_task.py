@@ -174,13 +174,11 @@ class _TracebackRunner(WorkflowRunner):
         self.tracebacks: list[str] = []
 
     def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        """Add the error's traceback to `tracebacks`, then do what the base class does."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
         return super()._kind_and_message(error, out)
 
 
 def _write(played: PlayedTask) -> None:
-    """Write the three files of the result into its folder."""
     folder = played.folder
     make_private_folder(folder)
     lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]

@@ -62,12 +62,10 @@ def require_local(request: Request) -> None:
 
 
 def _origin_host(origin: str | None) -> str | None:
-    """Return the host name in an Origin header, or the whole header if it has no host (such as "null")."""
     return None if origin is None else urlsplit(origin).hostname or origin
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AnswerNotFound):
@@ -93,7 +91,6 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def error_message(data: bytes) -> str:
-    """Return the error message in a response's body; the first 200 bytes without a message."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")

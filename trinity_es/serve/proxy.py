@@ -212,7 +212,6 @@ class Proxy:
         return handle
 
     async def _health(self, request: Request) -> Response:
-        """Answer with the numbers of serving engines and of connections. The status is 503 if no engine serves."""
         engine_count = sum(engine.serving for engine in self.engines.all())
         server = self._server
         if not engine_count:
@@ -226,7 +225,6 @@ class Proxy:
         return json_response(health, 200 if engine_count else 503)
 
     async def _stats(self, request: Request) -> Response:
-        """Answer with the engines and the numbers of requests and recorded answers."""
         engines = [
             {"runner": engine.runner, "incarnation": engine.incarnation, "model_version": engine.model_version,
              "serving": engine.serving, "busy": engine.open_count,
@@ -253,7 +251,6 @@ class Proxy:
         return json_response(metrics)
 
     async def _feedback(self, request: Request) -> Response:
-        """Record a reward for answers (POST /feedback). Raises ApiError, which names a wrong field."""
         body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
         messages, reward = body.get("msg_ids"), body.get("reward")
         task, run = body.get("task_id"), body.get("run_id")
@@ -279,13 +276,11 @@ class Proxy:
         return json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
-        """Send the rewarded answers through the pipeline, and answer with the numbers of answers and experiences."""
         delivered = await self._recorder.ask(DeliverAnswers())
         self.commits += 1
         return json_response({"status": "success", **delivered})
 
     async def _forward_get(self, request: Request) -> Response:
-        """Forward a GET request, such as for the list of models, to an engine, and answer with its response."""
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
             if _is_engine_failure(response.status_code):
@@ -295,7 +290,6 @@ class Proxy:
         return await self._ask_an_engine(ask, [])
 
     async def _generate(self, request: Request) -> Response:
-        """Forward a request for tokens to an engine, record the answer, and return it."""
         try:
             raw = await read_body(request)
         except Gone:
@@ -354,7 +348,6 @@ class Proxy:
         return answer
 
     async def _record(self, data: bytes, engine: Backend) -> None:
-        """Record an answer from the frame that its engine sent. Raises EngineError if the frame is malformed."""
         try:
             answer = recorded_completion(*parse_record(data), engine)
         except (LookupError, TypeError, ValueError) as e:

@@ -35,7 +35,6 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _watch_facts(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts by which the keeper watches a running system: pids, addresses, files, timeout."""
     return {
         "admin": admin, "addresses": {name: listening_addresses(admin[key]) for name, key in _PROCESSES.items()},
         "key_file": running_system.key_file(config), "heartbeat_timeout": config.system.heartbeat_timeout,
@@ -76,7 +75,6 @@ def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
-    """Return why the store needs no system any more (its owner or the store is gone); "" if it needs one."""
     return owner_end_reason(admin.get("owner")) or store_loss_reason(config.store.url)
 
 

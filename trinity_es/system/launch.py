@@ -188,7 +188,6 @@ def _require_no_other_head(config: Config) -> None:
 
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
-    """Start the system's processes from a new interpreter, and return its exit status. Raises StartupError."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY and hard_limit < LEAST_FILES:
         raise StartupError(
@@ -227,7 +226,6 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
 
 
 def _last_lines(config: Config, lines: int = 12) -> str:
-    """Return the last `lines` lines of each text log that may explain a failed start."""
     log_lines: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")

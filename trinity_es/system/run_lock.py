@@ -51,14 +51,12 @@ class RunLock:
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
-        """Open the file of this lock, and create it if it is missing."""
         path = running_system.lock_file(config, role)
         make_private_folder(path.parent)
         return os.fdopen(open_private(path, os.O_RDWR | os.O_APPEND), "r+")
 
     @classmethod
     def is_held(cls, config: Config, role: Role) -> bool:
-        """Return whether a living process has the lock."""
         with cls._open(config, role) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +70,6 @@ class RunLock:
         self._write(" ".join([str(os.getpid()), *self._system_pids]))
 
     def _write(self, text: str) -> None:
-        """Replace the file's content."""
         self._file.truncate(0)
         self._file.write(text)
         self._file.flush()

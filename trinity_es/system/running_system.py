@@ -61,7 +61,6 @@ def _digest(url: str) -> str:
 
 
 def lock_file(config: Config, role: str) -> Path:
-    """Return the file that the explorer or the trainer of this store's run locks."""
     return _store_file(config, role, ".lock")
 
 
@@ -246,7 +245,6 @@ def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
 
 
 def _is_process_running(process: psutil.Process) -> bool:
-    """Return whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

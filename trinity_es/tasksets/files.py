@@ -78,7 +78,6 @@ def open_file(config: TasksetConfig) -> RowFile:
 
 
 def _require_one_split(config: TasksetConfig, file: Path) -> None:
-    """Raise TasksetError if `split` is set and does not choose exactly one file of a folder."""
     if config.split is None:
         return
     if file == Path(config.path) and file.is_file():
@@ -104,7 +103,6 @@ class _UnchangedFiles:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
-        """Raise TasksetError if a file was changed or removed."""
         try:
             is_unchanged = self._sizes_and_mtimes() == self._identity
         except OSError:
@@ -119,7 +117,6 @@ class _UnchangedFiles:
 
 
 def _sha256(files: Sequence[Path]) -> str:
-    """Return "sha256:" and the digest of the files' digests, in this order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as f:
@@ -217,7 +214,6 @@ class EnvironmentLines(_Lines):
 
 # --- columns --------------------------------------------------------------------------------------------------------
 def _pyarrow(file: Path) -> Any:
-    """Return the module pyarrow. Raises TasksetError, which names the file, if it is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -298,7 +294,6 @@ def _dataset_rows(config: TasksetConfig, folder: Path) -> _Columns:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} for another JSON value. Raises TasksetError if it is not JSON."""
     try:
         value = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError as e:

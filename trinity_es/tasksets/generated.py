@@ -51,7 +51,6 @@ class Generated:
         return [orjson.loads(self._rows[row]) for row in rows]
 
     def _make_row(self, row: int) -> dict[str, Any]:
-        """Generate a row with reasoning-gym. Raises TasksetError if the generator fails."""
         try:
             entry = self._dataset[row]
             keys = self._config.format
@@ -98,7 +97,6 @@ def _as_json(value: Any) -> Any:
 
 
 def family_of(config: TasksetConfig) -> str:
-    """Return FAMILY of a taskset's path `reasoning_gym:FAMILY`."""
     return config.path.partition(":")[2]
 
 

@@ -138,7 +138,6 @@ class HubRows:
         return {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
 
     def _fetch_call(self, revision: str) -> str:
-        """Return the Python call that fetches this dataset."""
         arguments = [self.repository, *([self._subset] if self._subset else [])]
         return f"datasets.load_dataset({', '.join(map(repr, arguments))}, revision={revision!r})"
 
@@ -177,7 +176,6 @@ class _Unreachable(TasksetError):
 
 
 def _error_summary(error: Exception) -> str:
-    """Return an error's type and text on one line, cut after `SHOWN` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
 

@@ -78,7 +78,6 @@ class Mix:
         return taskset.task(row)
 
     def _counts_taken(self, positions: Mapping[str, Cursor]) -> list[int]:
-        """Return the number of tasks taken from each taskset so far, over all epochs."""
         cursors = [positions[taskset.config.name] for taskset in self.tasksets]
         return [cursor.epoch * len(t) + cursor.offset for cursor, t in zip(cursors, self.tasksets, strict=True)]
 

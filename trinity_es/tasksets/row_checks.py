@@ -140,7 +140,6 @@ class RowCheck:
 
 
 def no_prompt_text(key: str, row_keys: Sequence[str]) -> str:
-    """Return the error text for rows without the prompt's `key`."""
     return (f"no prompt: the key {key!r} is missing (there are: {', '.join(row_keys[:8]) or 'no keys'}); set the "
             "taskset's format.prompt_key to the key that holds the prompt")
 
@@ -268,7 +267,6 @@ def _json_converter(arrow_type: Any) -> Callable[[Any], Any]:
 
 
 def _struct_object(value: dict[str, Any], *, readers: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return a struct as an object, without the keys whose value is null."""
     members = {name: read_value(value[name]) for name, read_value in readers.items() if value[name] is not None}
     return {name: member for name, member in members.items() if member is not None}
 

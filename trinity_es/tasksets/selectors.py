@@ -189,7 +189,6 @@ class Difficulty:
 
 
 def _require_enough(name: str, n: int, size: int) -> None:
-    """Raise TasksetError if taskset `name` has fewer rows (`size`) than a step draws (`n`)."""
     if n > size:
         raise TasksetError(
             f"taskset {name} has {size} rows, but each step draws {n} different ones: lower buffer.batch_size, or "

@@ -114,7 +114,6 @@ def _summary(source: TasksetSource) -> str:
 
 
 def _remedy(config: TasksetConfig, recorded: TasksetSource) -> str:
-    """Return advice, for an error, on how to get the recorded revision back."""
     if config.kind == "file":
         return "put the old file back"
     if config.kind == "reasoning_gym":

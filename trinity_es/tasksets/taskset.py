@@ -106,5 +106,4 @@ class Taskset:
 
 
 def _row_name(sample: dict[str, Any], key: str | None) -> str | None:
-    """Return the row's value at `key`, a name; None if the key is None or not in the row."""
     return None if key is None else sample.get(key)

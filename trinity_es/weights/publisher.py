@@ -122,7 +122,6 @@ class Publisher:
         return dict(answer)
 
     def _all_engines_loaded(self, answer: SyncedWeights) -> bool:
-        """Return whether every engine of the run is among those that loaded the weights."""
         rollout = self.config.explorer.rollout_model
         # Servers of others: any number may exist now, and a sync that one of them did not load has failed.
         engine_count = 1 if rollout.engine_type == "http" else rollout.engine_num

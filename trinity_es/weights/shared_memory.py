@@ -135,7 +135,6 @@ def _reference_shapes(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[
 
 
 def _save(tensors: dict[str, Any], file: Path) -> None:
-    """Write the tensors as a safetensors file, without importing torch if all are numpy arrays."""
     if all(isinstance(t, np.ndarray) for t in tensors.values()):
         from safetensors.numpy import save_file
 

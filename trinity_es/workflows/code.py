@@ -160,7 +160,6 @@ def _wall_seconds(seconds: float) -> float:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of all ended child processes of this process."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -223,7 +222,6 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _checks_something(statement: ast.stmt) -> bool:
-    """Return True if the statement asserts, raises or calls something when the test runs."""
     match statement:
         case ast.Assert(test=test):
             return not (isinstance(test, ast.Constant) and test.value)
@@ -242,7 +240,6 @@ def _checks_something(statement: ast.stmt) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Return a program's input or output as text; a list has one line for each item."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

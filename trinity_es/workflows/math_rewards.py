@@ -194,7 +194,6 @@ def _last_answer(text: str) -> str | None:
 
 
 def _is_equal(answer: str | None, truth: str) -> bool:
-    """Return whether an answer equals the truth. Both are contents of a \\boxed{}."""
     if answer is None:
         return False
     if answer.strip() == truth.strip():
@@ -205,30 +204,25 @@ def _is_equal(answer: str | None, truth: str) -> bool:
 
 
 def _parsed_tag_answer(text: str) -> Any:
-    """Return the parsed content of the first <answer> tag of a text; without a tag, the parsed text."""
     answer = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return _grader().parse_answer(answer.group(1) if answer else text)
 
 
 def _after_hashes(truth: Any) -> str:
-    """Return the text after the truth's `####`, or all of it."""
     return _required_text(truth).rpartition("####")[2].strip()
 
 
 def _boxed_or_answer(truth: Any) -> str:
-    """Return the content of the truth's last \\boxed{}; without one, the text after `####` or the whole truth."""
     answer = _after_hashes(truth)
     boxed = boxed_answer(answer)
     return answer if boxed is None else boxed
 
 
 def _required_text(truth: Any) -> str:
-    """Return the truth as text. Raises DataError if the row has none."""
     if truth is None:
         raise DataError("the row has no answer to compare with: set format.response_key to its key")
     return str(truth)
 
 
 def _has_think_form(text: str) -> bool:
-    """Return whether a text has exactly one <think>, before exactly one </think>."""
     return text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")

@@ -134,12 +134,10 @@ class _Signature:
     """Names without a default."""
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the values that the reward has parameters for."""
         return {name: value for name, value in values.items()
                 if (self.has_kwargs or name in self.names) and name not in self.preset_names}
 
     def missing_names(self, available: Collection[str]) -> list[str]:
-        """Return the required parameters that are not among these names."""
         return [name for name in self.required_names if name not in available and name not in self.preset_names]
 
     @property
@@ -163,7 +161,6 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
 
 def _require_arguments(reward: Any, missing_names: Collection[str], available: Collection[str]) -> None:
-    """Raise WorkflowError if arguments are missing. The error also names the available ones."""
     if missing_names:
         raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but only "
                             f"{', '.join(dict.fromkeys(available))} are available: set what is missing in "
@@ -288,7 +285,6 @@ def _discard(*values: Any, **named_values: Any) -> None:
 
 
 async def _awaited_number(function: Any, result: Awaitable[Any]) -> float:
-    """Await the result of a TRL reward, and return its number."""
     return _only_number(function, await result)
 
 
@@ -335,7 +331,6 @@ def as_parts(result: Any, reward: Any) -> dict[str, float]:
 
 
 def _reward_name(reward: Any) -> str:
-    """Return a reward's name for errors: its name in the task, or the name of the class or function."""
     if isinstance(reward, str):
         return reward
     if isinstance(reward, type):

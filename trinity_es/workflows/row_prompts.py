@@ -83,7 +83,6 @@ def _is_text(part: Any) -> bool:
 
 
 def _text(content: Any) -> str:
-    """Return a message's content as text: its parts joined by newlines, or "" for None."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if _is_text(part))
     return content or ""
