@@ -209,7 +209,8 @@ class ScriptedEngine:
             time.sleep(3600)
         if rule.get("hang"):
             await asyncio.Event().wait()
-        rng = self._rng(text, sampling, adapter)
+        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
+        rng = random.Random(hashlib.sha256(key.encode()).digest())
         latency = rule["latency_seconds"]
         await asyncio.sleep(rng.uniform(*latency) if isinstance(latency, list) else latency)
         if rule.get("error"):
@@ -223,10 +224,6 @@ class ScriptedEngine:
             adapters = ", ".join(self.adapters) or "none"
             raise EngineError(f"there is no adapter {name!r}: this engine serves {adapters}", refused=True)
         return (name, self.adapters[name]) if name else None
-
-    def _rng(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
-        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
-        return random.Random(hashlib.sha256(key.encode()).digest())
 
     def _completion(
         self, prompt: list[int], rule: dict[str, Any], sampling: Sampling, rng: random.Random

@@ -70,7 +70,7 @@ class OpenEnvWorkflow(Workflow):
         messages = self.opening()
         rewards: list[float] = []
         counts = {"turns": 0.0, "invalid_actions": 0.0}
-        async with session(args, self._wait_for) as env:
+        async with session(args, lambda reason: self.model.set_workflow_state({"waits_for": reason})) as env:
             schema = await env.action_schema()
             state = await env.reset({**(args.get("reset") or {}), **((self.task.raw_task or {}).get("reset") or {})})
             for _ in range(args.get("max_turns", MAX_TURNS)):
@@ -92,10 +92,6 @@ class OpenEnvWorkflow(Workflow):
                 if state["reward"] is not None:
                     rewards.append(float(state["reward"]))
         return self._experiences(rewards, counts)
-
-    async def _wait_for(self, reason: str) -> None:
-        """Report the reason why the run waits; an empty text reports the end of the wait."""
-        await self.model.set_workflow_state({"waits_for": reason})
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the first observation: the system prompt and the row's prompt, if any.

@@ -49,8 +49,7 @@ _log = logging.getLogger(__name__)
 
 def head_config(config: Config, address: str) -> Config:
     """Return the config of a head at this IP address, which runs no engines itself. Raises ConfigError."""
-    models = config.explorer.rollout_model, *config.explorer.auxiliary_models
-    if any(model.engine_type == "http" for model in models):
+    if any(model.engine_type == "http" for model in config.models.values()):
         raise ConfigError("engine_type is http, so Ray has no engines to place. Start the run with `trinity-es up`, "
                           "without --on ray (docs/ENGINES.md)")
     if parse_url(config.store.url).get_backend_name() == "sqlite":
@@ -65,7 +64,7 @@ def head_config(config: Config, address: str) -> Config:
 
 def host_resources(config: Config, *, gpus: bool) -> dict[str, float]:
     """Return the resources that a host needs on its node: a core per engine, and GPUs if the cluster has any."""
-    models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
+    models = config.models.values()
     resources = {"CPU": float(sum(m.engine_num for m in models))}
     gpu_count = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type != "scripted")
     if gpus and gpu_count:
@@ -163,17 +162,12 @@ class Agent:
                         break
 
 
-def _import_ray() -> Any:
+def _connect_to_ray(config: Config) -> Any:
+    """Connect to the cluster in RAY_ADDRESS or to this node's, in this store's namespace. Returns the module ray."""
     try:
         import ray
     except ImportError as e:
         raise ConfigError(f"Ray can't be imported ({e}): pip install 'trinity-es[ray]'") from e
-    return ray
-
-
-def _connect_to_ray(config: Config) -> Any:
-    """Connect to the cluster in RAY_ADDRESS or to this node's, in this store's namespace. Returns the module ray."""
-    ray = _import_ray()
     address = os.environ.get("RAY_ADDRESS") or "auto"
     url = parse_url(config.store.url)
     database = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"

@@ -153,7 +153,7 @@ class RunProcess:
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
-        self.cursors = self.cursors_after(point.submitted)
+        self.cursors = {name: Cursor(*cursor) for name, cursor in point.cursors.get(point.submitted, {}).items()}
         ended = not self.has_more(point.submitted, self.cursors)
         if self.has_trainer:  # it resumes from its checkpoint, so the weights' version counts
             done = point.version if point.path else 0
@@ -170,10 +170,6 @@ class RunProcess:
     def has_trainer(self) -> bool:
         """True if a trainer belongs to this run, here or in a process in mode `train`."""
         return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
-
-    def cursors_after(self, step: int) -> dict[str, Cursor]:
-        """Return the position in each taskset after the tasks of this step."""
-        return {name: Cursor(*cursor) for name, cursor in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
         """Return whether another step follows this one; `cursors`: positions in the tasksets after this step."""

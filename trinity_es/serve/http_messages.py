@@ -51,7 +51,9 @@ def require_local(request: Request) -> None:
 
     The browser that sent it is on this machine, because a proxy without a key listens on a loopback address only.
     """
-    for header, host in (("Host", request.url.hostname), ("Origin", _origin_host(request.headers.get("origin")))):
+    origin = request.headers.get("origin")
+    origin_host = None if origin is None else urlsplit(origin).hostname or origin  # it may have no host, such as "null"
+    for header, host in (("Host", request.url.hostname), ("Origin", origin_host)):
         if host is not None and not is_loopback(host):
             raise ApiError(f"the header {header} names another machine, {host!r}, and this proxy without a key serves "
                            "only its own machine: set explorer.proxy_without_key to false and send the key",
@@ -59,10 +61,6 @@ def require_local(request: Request) -> None:
     if request.headers.get("sec-fetch-site") == "cross-site":
         raise ApiError("this proxy without a key refuses requests from web pages of other sites: set "
                        "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
-
-
-def _origin_host(origin: str | None) -> str | None:
-    return None if origin is None else urlsplit(origin).hostname or origin
 
 
 def api_error(error: Exception) -> ApiError:

@@ -139,7 +139,12 @@ class Proxy:
             stop_serving(self._server)
             _, pending = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
             if pending:
-                self._cut_off_requests()
+                self._is_ending = True  # so each client gets an error, as a response or at the end of its stream
+                for request in self._requests_in_flight:
+                    request.cancel()
+                if self._requests_in_flight:
+                    _log.warning("the proxy ends: %d requests in flight were cut off after %d s",
+                                 len(self._requests_in_flight), STOP_SECONDS)
                 await asyncio.wait(pending, timeout=5)
             self._server = None
             await self._http.aclose()
@@ -147,15 +152,6 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._background_tasks, return_exceptions=True)
         self._recorder.close()
-
-    def _cut_off_requests(self) -> None:
-        """Cancel the requests in flight. Each client gets an error, as a response or at the end of its stream."""
-        self._is_ending = True
-        for task in self._requests_in_flight:
-            task.cancel()
-        if self._requests_in_flight:
-            _log.warning("the proxy ends: %d requests in flight were cut off after %d s", len(self._requests_in_flight),
-                         STOP_SECONDS)
 
     def _cut_off_error(self, error: asyncio.CancelledError) -> ApiError:
         """Return the error for the client of a request that `stop` cancelled. Raises any other cancellation again."""

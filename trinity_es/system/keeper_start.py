@@ -63,7 +63,11 @@ def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | Non
     admin = request["admin"]
     if reason := _reason_to_stop(config, admin):
         _log.warning("the system ends: %s", reason)
-        _end_system(admin)
+        if process_lives(admin["pid"], admin["started"]):
+            alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
+            for process in alive:
+                _log.warning("process %d did not end by itself", process.pid)
+            running_system.end(alive)
         return None
     _log.warning("%s; next start in %.1f s", request["cause"], request["pause"])
     time.sleep(request["pause"])
@@ -76,16 +80,6 @@ def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | Non
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
     return owner_end_reason(admin.get("owner")) or store_loss_reason(config.store.url)
-
-
-def _end_system(admin: dict[str, Any]) -> None:
-    """Wait until the system has ended by itself; kill the processes that still run after `END_SECONDS`."""
-    if not process_lives(admin["pid"], admin["started"]):
-        return
-    alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
-    for process in alive:
-        _log.warning("process %d did not end by itself", process.pid)
-    running_system.end(alive)
 
 
 def _start_with_retries(

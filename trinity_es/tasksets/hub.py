@@ -137,10 +137,6 @@ class HubRows:
         root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
         return {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
 
-    def _fetch_call(self, revision: str) -> str:
-        arguments = [self.repository, *([self._subset] if self._subset else [])]
-        return f"datasets.load_dataset({', '.join(map(repr, arguments))}, revision={revision!r})"
-
     @contextlib.contextmanager
     def _translated_errors(self, revision: str) -> Iterator[None]:
         """Turn errors of `datasets` and `huggingface_hub` into TasksetErrors that say what to do."""
@@ -159,7 +155,9 @@ class HubRows:
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
             reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_error_summary(e)})"
-            raise _Unreachable(dataset, reason, self._fetch_call(revision)) from e
+            arguments = ", ".join(map(repr, filter(None, (self.repository, self._subset))))
+            fetch_call = f"datasets.load_dataset({arguments}, revision={revision!r})"
+            raise _Unreachable(dataset, reason, fetch_call) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
             raise TasksetError(f"{dataset} can't be read ({_error_summary(e)}): check its subset and its split") from e
 

@@ -32,10 +32,6 @@ class Mix:
         """Number of the last shuffled pass, and for each of its tasks the index of the taskset."""
 
     @property
-    def names(self) -> list[str]:
-        return [taskset.config.name for taskset in self.tasksets]
-
-    @property
     def learns(self) -> bool:
         """True if the choice of tasks depends on rewards of earlier tasks."""
         return any(t.selector.learns for t in self.tasksets)

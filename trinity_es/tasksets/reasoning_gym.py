@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.events.errors import DataError
 
 __all__ = ["Score", "dataset", "installed_version", "system_prompt"]
@@ -114,9 +115,8 @@ def _checked_family(part: Any) -> dict[str, Any]:
 def _require_names(owner: str, arguments: Mapping[str, Any], parameters: Sequence[str]) -> None:
     for name in arguments:
         if name not in parameters:
-            similar_names = difflib.get_close_matches(name, parameters, n=1)
-            hint = f" (did you mean {similar_names[0]}?)" if similar_names else ""
-            raise DataError(f"{owner} has no parameter {name!r}{hint}: its parameters are {', '.join(parameters)}")
+            raise DataError(f"{owner} has no parameter {name!r}: its parameters are {', '.join(parameters)}"
+                            f"{did_you_mean(name, parameters)}")
 
 
 def _require_package() -> Any:

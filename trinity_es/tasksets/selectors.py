@@ -46,23 +46,23 @@ def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
     """
     selector_config, size = config.data_selector, len(file)
     if selector_config is None and config.shuffle:
-        return _Shuffle(size, lambda epoch: _shuffled(size, f"{config.seed}/{epoch}"))
+        return _Ordered(size, lambda epoch: _shuffled(size, f"{config.seed}/{epoch}"))
     if selector_config is None:
-        return _Sequential(range(size))
+        return _Ordered(size, lambda epoch: range(size))
     if selector_config.kwargs and selector_config.selector_type != "difficulty_based":
         raise ConfigError(f"taskset {config.name}: data_selector {selector_config.selector_type} takes no kwargs")
     seed = selector_config.seed
     match selector_config.selector_type:
         case "sequential":
-            return _Sequential(range(size))
+            return _Ordered(size, lambda epoch: range(size))
         case "shuffle":
-            return _Shuffle(size, lambda epoch: np.random.default_rng(seed + epoch).permutation(size))
+            return _Ordered(size, lambda epoch: np.random.default_rng(seed + epoch).permutation(size))
         case "random":
             return _Random(config.name, size, seed)
         case "offline_easy2hard":
             features = _features(config, file, selector_config.feature_keys)
-            order = sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]
-            return _Sequential([int(row[-1]) for row in order])
+            order = [int(row[-1]) for row in sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]]
+            return _Ordered(size, lambda epoch: order)
         case _:
             features = _features(config, file, selector_config.feature_keys)
             try:
@@ -80,23 +80,13 @@ class _Fixed:
         """Do nothing."""
 
 
-class _Sequential(_Fixed):
-    """Selector with one order for all epochs: `sequential` or `offline_easy2hard`."""
+class _Ordered(_Fixed):
+    """Selector that takes all rows in every epoch: `sequential`, `offline_easy2hard` or `shuffle`."""
 
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = order
-
-    def rows(self, position: int, n: int) -> list[int]:
-        size = len(self._order)
-        return [self._order[i % size] for i in range(position, position + n)]
-
-
-class _Shuffle(_Fixed):
-    """Selector `shuffle`: another permutation in every epoch."""
-
-    def __init__(self, size: int, permutation: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
+    def __init__(self, size: int, order: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
+        """`order` returns the order of an epoch."""
         self._size = size
-        self._order = functools.lru_cache(maxsize=1)(permutation)
+        self._order = functools.lru_cache(maxsize=1)(order)
 
     def rows(self, position: int, n: int) -> list[int]:
         return [int(self._order(i // self._size)[i % self._size]) for i in range(position, position + n)]

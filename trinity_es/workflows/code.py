@@ -63,7 +63,9 @@ class CodeReward(RewardFn):
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         checks = _checks(truth)
-        program = _last_program(response)
+        blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
+        python_blocks = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
+        program = (python_blocks or [text for _, text in blocks] or [response])[-1]
         passed_count = 0
         with tempfile.TemporaryDirectory(prefix="judged-") as folder:
             judge = _Judge(Path(folder), self.seconds, self.memory)
@@ -241,14 +243,6 @@ def _checks_something(statement: ast.stmt) -> bool:
 
 def _as_text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _last_program(response: str) -> str:
-    """Return the last Python block of a response, else its last block, else all of it."""
-    blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
-    python_blocks = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
-    candidates: list[str] = python_blocks or [text for _, text in blocks] or [response]
-    return candidates[-1]
 
 
 def _process_state(pid: int) -> str:

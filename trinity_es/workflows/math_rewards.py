@@ -98,9 +98,10 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        lacks_think_form = with_think and not _has_think_form(response)
+        has_think_form = (response.count("<think>") == response.count("</think>") == 1
+                          and response.find("<think>") < response.find("</think>"))
         return {"accuracy": float(_is_equal(boxed_answer(response), _boxed_or_answer(truth))),
-                "format_score": -(format_score_coef or 0.1) if lacks_think_form else 0.0}
+                "format_score": -(format_score_coef or 0.1) if with_think and not has_think_form else 0.0}
 
 
 class MathEvalRewardFn(_Math):
@@ -222,7 +223,3 @@ def _required_text(truth: Any) -> str:
     if truth is None:
         raise DataError("the row has no answer to compare with: set format.response_key to its key")
     return str(truth)
-
-
-def _has_think_form(text: str) -> bool:
-    return text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")

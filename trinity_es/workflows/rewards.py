@@ -78,7 +78,9 @@ class Reward:
         self._name: Any = task.reward_fn
         self._row = task.raw_task or {}
         arguments = dict(task.reward_fn_args)
-        timeout = _timeout_of(reward, arguments)
+        timeout = arguments.pop("grader_timeout", getattr(reward, "grader_timeout", None))
+        if callable(timeout):
+            timeout = timeout(**arguments)
         self._signature = _signature_of(reward, arguments)
         self._function: Any
         if timeout is not None and workflow is not None:
@@ -193,14 +195,6 @@ def _signature(reward: Any, preset_names: frozenset[str]) -> _Signature:
         preset_names=frozenset() if is_class else preset_names,  # a class gets them in its constructor
         required_names=tuple(p.name for p in named_parameters if p.default is p.empty),
     )
-
-
-def _timeout_of(reward: Any, arguments: dict[str, Any]) -> float | None:
-    """Pop `grader_timeout` from the arguments and return it; without it, return the reward's own timeout."""
-    timeout = getattr(reward, "grader_timeout", None)
-    if "grader_timeout" in arguments:
-        timeout = arguments.pop("grader_timeout")
-    return timeout(**arguments) if callable(timeout) else timeout
 
 
 def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bytes]:
