@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +60,13 @@ def explain(
 
 def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterator[Path_]:
     """For each leaf key of `value`, which stands at `path`, yield the longest prefix of its path that has a hint."""
-    items: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    has_keys = False
-    for key, inner_value in items:
-        has_keys = True
-        yield from _foreign_paths((*path, key), inner_value, hints)
-    while not has_keys and path and dotted_path(path, any_index=True) not in hints:
+    if isinstance(value, Mapping | list) and value:
+        for key, inner_value in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _foreign_paths((*path, key), inner_value, hints)
+        return
+    while path and dotted_path(path, any_index=True) not in hints:
         path = path[:-1]
-    if not has_keys and path:
+    if path:
         yield path
 
 

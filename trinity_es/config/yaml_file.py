@@ -175,11 +175,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
             path = (*path, key_or_index)
             if i == len(pieces) - 1:
                 parent[key_or_index] = value
-            elif isinstance(parent, list):
-                parent = parent[int(key_or_index)]
-            else:
-                if parent.get(key_or_index) is None:
-                    parent[key_or_index] = {}
-                parent = parent[key_or_index]
+            elif isinstance(parent, dict) and parent.get(key_or_index) is None:
+                parent[key_or_index] = {}
+            parent = parent[key_or_index]
         written[path] = name, text
     return written

@@ -230,7 +230,10 @@ class Explorer(RunProcess):
         continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
         """Submit a step. `continues`: {index in `tasks`: (step, number) of the unfinished task that it continues}."""
-        min_task_count = self._min_task_count(step, len(tasks))
+        # Rounded first: floats like 9.000000000000002 must not become 10.
+        min_task_count = math.ceil(round(len(tasks) * (1 - self.config.explorer.over_rollout.ratio), 9))
+        if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
+            min_task_count = len(tasks)  # no later step could continue the tasks of the last one
         sources = [source for source in self.unrecorded if not source.is_eval]
         await retry_until_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
@@ -243,13 +246,6 @@ class Explorer(RunProcess):
         ))
         self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
-
-    def _min_task_count(self, step: int, task_count: int) -> int:
-        """Return how many of a step's tasks must be settled before it is finalized."""
-        if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
-            return task_count  # no later step could continue the tasks of the last one
-        # Rounded first: floats like 9.000000000000002 must not become 10.
-        return math.ceil(round(task_count * (1 - self.config.explorer.over_rollout.ratio), 9))
 
     async def _generate(self) -> None:
         """Finish the submitted steps in order, until all are finished and no more will be submitted."""

@@ -252,7 +252,8 @@ def _json_converter(arrow_type: Any) -> Callable[[Any], Any]:
     if types.is_floating(arrow_type):
         if types.is_float64(arrow_type):
             return _finite_or_none
-        return partial(_short_float, numpy_type=arrow_type.to_pandas_dtype())
+        numpy_type = arrow_type.to_pandas_dtype()
+        return lambda value: _finite_or_none(float(str(numpy_type(value))))
     if _is_bytes(arrow_type):
         return _utf8_text
     if types.is_decimal(arrow_type):
@@ -307,11 +308,6 @@ def _finite_or_none(value: float) -> float | None:
     if math.isinf(value):
         raise ValueError(f"JSON can't hold {value}")
     return None if math.isnan(value) else value
-
-
-def _short_float(value: float, numpy_type: Callable[[float], Any]) -> float | None:
-    """Return the shortest decimal number for this value of 16 or 32 bits (0.1, not 0.10000000149); None for NaN."""
-    return _finite_or_none(float(str(numpy_type(value))))
 
 
 def _utf8_text(value: bytes) -> str:

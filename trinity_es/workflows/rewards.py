@@ -87,10 +87,9 @@ class Reward:
             imports = getattr(reward, "grader_imports", "")
             self._function = functools.partial(_call_in_grader, task, workflow, timeout, imports, self._signature)
         else:
-            function = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
-            self._function = function
+            self._function = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
             if self._signature.is_trl:
-                self._function = functools.partial(_call_trl_reward, function, self._signature, task)
+                self._function = functools.partial(_call_trl_reward, self._function, self._signature, task)
 
     def __call__(self, *args: Any, **values: Any) -> Any:
         """Call the reward with the values that it has parameters for, and return its result.

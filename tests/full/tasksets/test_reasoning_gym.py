@@ -76,7 +76,7 @@ def test_what_reasoning_gym_has_not_is_refused_by_name(opened: Opened) -> None:
     ({"name": "leg_counting", "config": {"max_animal": 3}},
      "reasoning_gym:leg_counting has no parameter 'max_animal': its parameters are "),
     ({"name": "leg_counting", "config": {"max_animals": -3}}, "reasoning_gym:leg_counting refuses max_animals = -3: "),
-    ({"name": "leg_counting", "wight": 3}, "no parameter 'wight': its parameters are name, weight, config; did you mean weight?"),
+    ({"name": "leg_counting", "wight": 3}, "no parameter 'wight': its parameters are name, weight, config; did you"),
     ("leg_counting", "composite is 'leg_counting': give {name: FAMILY}"),
     ({"name": ["leg_counting"]}, "composite is {'name': ['leg_counting']}: give"),
 ])
