@@ -112,8 +112,8 @@ class UnitLeases:
             except ValueError as e:
                 raise WorkflowError(str(e)) from None
             if self._secrets.holds_secret(fields[name]):
-                raise WorkflowError(f"a secret of a task is in the {name} of a lease, which would be written to the log: "
-                                    "let the provider read it from the environment")
+                raise WorkflowError(f"a secret of a task is in the {name} of a lease, which would be written to the "
+                                    "log: let the provider read it from the environment")
         if "reason" in fields:
             fields["reason"] = shorten_error(masked_text(self._secrets.scrubbed(fields["reason"]), os.environ))
         item = self._item

@@ -208,9 +208,7 @@ class _Full(_Unavailable):
 
 
 @asynccontextmanager
-async def session(
-    args: dict[str, Any], tell: Callable[[str], Awaitable[None]] | None = None
-) -> AsyncIterator[OpenEnvSession]:
+async def session(args: dict[str, Any], tell: Callable[[str], Awaitable[None]]) -> AsyncIterator[OpenEnvSession]:
     """Open a session with the server that `args` (`workflow_args`) name, for `async with`.
 
     Waits while the server is full or unreachable. While it is unreachable, `tell` is called with the reason, and with
@@ -229,8 +227,7 @@ async def session(
 
 
 async def _connect(
-    http: aiohttp.ClientSession, url: str, timeout: float, patience: float,
-    tell: Callable[[str], Awaitable[None]] | None,
+    http: aiohttp.ClientSession, url: str, timeout: float, patience: float, tell: Callable[[str], Awaitable[None]]
 ) -> OpenEnvSession:
     """Return a new session. Retries for `patience` seconds, and then raises the last error."""
     clock = asyncio.get_running_loop().time
@@ -246,14 +243,14 @@ async def _connect(
             except BaseException:
                 await env.close()
                 raise
-            if has_reported and tell is not None:
+            if has_reported:
                 await tell("")  # else the run counts as waiting until it ends
             return env
         except _Unavailable as e:
             waited_seconds = clock() - started_at
             if waited_seconds >= patience:
                 raise
-            if tell is not None and not isinstance(e, _Full) and waited_seconds >= TELL_SECONDS:
+            if not isinstance(e, _Full) and waited_seconds >= TELL_SECONDS:
                 has_reported = True
                 problem = f"{e.__cause__ or e.message}, for {waited_seconds:.0f} s"
                 await tell(f"the OpenEnv server {url}: {problem}; it gives up in {patience - waited_seconds:.0f} s")

@@ -17,14 +17,14 @@ import orjson
 
 from trinity_es.actors.config.data_sections import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
-from trinity_es.events.json_values import with_single_keys
+from trinity_es.events.json_values import with_single_keys, without_nulls
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
 from trinity_es.workflows.row_prompts import require_prompt_form
 
 __all__ = [
     "CHECKED_ROWS", "RowCheck", "TableRows", "named_keys", "no_prompt_text", "parse_row", "require_named_keys",
-    "require_single_keys",
+    "require_single_keys", "row_name",
 ]
 
 CHECKED_ROWS = 1000
@@ -39,7 +39,7 @@ def parse_row(line: bytes) -> Any:
     try:
         if _LONG_NUMBER.search(line):
             json.loads(line, parse_int=_whole_number)
-        return _without_nulls(orjson.loads(line))
+        return without_nulls(orjson.loads(line))
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
 
@@ -60,13 +60,6 @@ def _whole_number(digits: str) -> int:
         raise ValueError(f"{digits:.40} is a whole number of more than 64 bits, which would be rounded: write it as a "
                          "text")
     return number
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without dict keys whose value is None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class RowCheck:
@@ -100,7 +93,7 @@ class RowCheck:
                                    **details) from e
         names = ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS))
         for name_key, registry in names:
-            name = None if name_key is None else row.get(name_key)
+            name: Any = row_name(row, name_key)
             if name is None or (name_key, name) in self._known_names:
                 continue
             if not isinstance(name, str):
@@ -119,11 +112,11 @@ class RowCheck:
 
     def _reward_name(self, row: dict[str, Any]) -> str | None:
         """Return the name of a row's reward, from the row or else the taskset; None: the workflow's default."""
-        return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
+        return row_name(row, self._format.reward_fn_key) or self._config.reward_fn
 
     def needed_keys(self, row: dict[str, Any]) -> list[str]:
         """Return the keys that a row's reward needs; [] if the reward or the workflow can't be found."""
-        workflow_name = row.get(self._format.workflow_key or "") or self._config.workflow
+        workflow_name = row_name(row, self._format.workflow_key) or self._config.workflow
         reward_name = self._reward_name(row)
         names = workflow_name, reward_name
         if not all(isinstance(name, str | None) for name in names):
@@ -137,6 +130,11 @@ class RowCheck:
             except UnknownWorkflow:  # `Config.check` reports it
                 self._keys_by_names[names] = []
         return self._keys_by_names[names]
+
+
+def row_name(row: dict[str, Any], key: str | None) -> str | None:
+    """Return the workflow or reward that the row names at `key`; None if the key is None or not in the row."""
+    return None if key is None else row.get(key)
 
 
 def no_prompt_text(key: str, row_keys: Sequence[str]) -> str:
@@ -280,13 +278,8 @@ def _map_object(
     pairs: Iterable[tuple[Any, Any]], *, read_key: Callable[[Any], Any], read_value: Callable[[Any], Any]
 ) -> Any:
     """Return the pairs of an Arrow map as a dict. Raises ValueError if a key appears twice."""
-    members: dict[str, Any] = {}
-    for key, value in pairs:
-        name = str(read_key(key))
-        if name in members:
-            raise ValueError(f"the key {name!r} appears twice")
-        members[name] = None if value is None else read_value(value)
-    return _without_nulls(members)
+    members = [(str(read_key(key)), None if value is None else read_value(value)) for key, value in pairs]
+    return without_nulls(with_single_keys(members))
 
 
 def _may_fail(arrow_type: Any) -> bool:
