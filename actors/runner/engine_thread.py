@@ -130,8 +130,7 @@ class EngineThread:
         mark_as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
         self.adapters_lock = asyncio.Lock()
-        report = functools.partial(self.tell, owner.report)
-        self.reporter = Reporter(config.store, report, log, config.payloads_place)
+        self.reporter = Reporter(config.store, functools.partial(self.tell, owner.report), log, config.payloads_place)
         self.report_task: asyncio.Task[None]
         self.journal: Journal | None = None
 
@@ -216,8 +215,7 @@ class EngineThread:
                 self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
                 for name, engine in self.auxiliary.items():
                     engine.update(self.endpoints.get(name, {}))
-            engine_class = resolve(self.model_config.engine_class, {}, "engine")
-            self.engine = engine_class(self.engine_config)
+            self.engine = resolve(self.model_config.engine_class, {}, "engine")(self.engine_config)
             if self.model == "rollout":
                 self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
@@ -251,8 +249,7 @@ class EngineThread:
 
         With vLLM they import torch too: it takes seconds, and most rewards need it.
         """
-        log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
-        pool = WorkerPool(self.places.count, log_file=log_file)
+        pool = WorkerPool(self.places.count, log_file=os.path.join(self.config.system.log_dir, f"{self.name}.log"))
         imports = [*(["torch:Tensor"] if self.model_config.engine_type == "vllm" else []), *self.config.workflows]
         if imports:
             self.warm_task = self.loop.create_task(pool.warm(imports))

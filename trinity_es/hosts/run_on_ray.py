@@ -265,8 +265,7 @@ def _startup_status(ray: Any, agents: Sequence[Any], reported: set[str], tell: C
 
 def down(config: Config) -> bool:
     """End the run of this store on Ray: hosts, head, placement group. Returns False if there was no such run."""
-    ray = _connect_to_ray(config)
-    return _end_run(ray, "the run was ended")
+    return _end_run(_connect_to_ray(config), "the run was ended")
 
 
 def _end_run(ray: Any, reason: str) -> bool:

@@ -167,7 +167,7 @@ class Explorer(RunProcess):
             self.progress.note(trained=max(self.done, self._point.trained))
         self._last_progress = time.monotonic()
         await self._submit_evals(self.done)
-        loops = [self._submit_steps(), self._generate(), self._finish_evals()]
+        loops = [self._submit_steps(), self._finish_steps(), self._finish_evals()]
         if trainer_is_elsewhere:
             await all_of(*loops, beside=follow(self, self._handle_event, idle=self._require_weights))
             await self._wait_for_trainer_exit()
@@ -190,7 +190,7 @@ class Explorer(RunProcess):
                 self.cursors = cursors
                 await self._submit(self.step + 1, [*cut_tasks.values(), *tasks], changed_cursors,
                                    continues=dict(enumerate(cut_tasks)))
-            # `_generate` has to know that this step is the last one before it finishes it.
+            # `_finish_steps` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _changed_cursors(self, cursors: Mapping[str, Cursor], *, every: bool = False) -> list[dict[str, Any]]:
@@ -247,8 +247,7 @@ class Explorer(RunProcess):
         self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
-    async def _generate(self) -> None:
-        """Finish the submitted steps in order, until all are finished and no more will be submitted."""
+    async def _finish_steps(self) -> None:
         progress = self.progress
         while not (progress.ended and progress.generated >= progress.submitted):
             await progress.until(lambda: progress.submitted > progress.generated or progress.ended)

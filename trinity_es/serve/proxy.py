@@ -130,7 +130,6 @@ class Proxy:
         task.add_done_callback(self._background_tasks.discard)
 
     async def wait_finished(self) -> None:
-        """Wait until the server has ended, after `stop` or an error."""
         await asyncio.wait({self._serving})
 
     async def stop(self) -> None:

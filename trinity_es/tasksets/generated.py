@@ -44,7 +44,6 @@ class Generated:
         return len(self._dataset)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows in this order. Raises TasksetError for a row that can't be made."""
         for row in rows:
             if row not in self._rows:
                 self._rows[row] = orjson.dumps(self._make_row(row))
@@ -107,6 +106,5 @@ def with_scorer(config: TasksetConfig) -> TasksetConfig:
         made_from = {"family": family_of(config), "args": config.args}
         update = {"reward_fn": SCORER, "reward_fn_args": {**config.reward_fn_args, **made_from}}
     if config.format.system_prompt is None:
-        prompt = reasoning_gym.system_prompt()
-        update["format"] = config.format.model_copy(update={"system_prompt": prompt})
+        update["format"] = config.format.model_copy(update={"system_prompt": reasoning_gym.system_prompt()})
     return config.model_copy(update=update)

@@ -66,7 +66,6 @@ class HubRows:
         return len(self._rows)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows in this order. Raises TasksetError for a value that JSON lacks."""
         return [self._read.row(self._rows[row : row + 1], 0, row) for row in rows]
 
     # --- the commit -------------------------------------------------------------------------------------------------
