@@ -32,7 +32,6 @@ from trinity_es.events.values import BatchId
 __all__ = ["Runner", "import_ahead"]
 
 BEAT_SECONDS = 2.0
-"""Interval between two heartbeats."""
 ANNOUNCE_BEATS = 5
 """Interval between RunnerStatus messages, in heartbeats; they show the coordinator which messages were lost."""
 COORDINATOR_BEATS = 2
@@ -93,7 +92,6 @@ class Runner(BaseActor):
         """End of the log, as a coordinator last reported it."""
         self.beat_count = 0
         self.last_heartbeat: messages.Heartbeat | None = None
-        """Last heartbeat to the coordinator."""
         self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """Units that run here, or whose outcomes are not confirmed."""

@@ -46,11 +46,9 @@ class _Period:
     running: float = 0.0
     """Sum of running requests. It equals the generated tokens: one per running request in each step."""
     waiting: float = 0.0
-    """Sum of waiting requests."""
     fill: float = 0.0
     """Sum of the steps' fill levels, weighted by generated tokens, so that a batch's last few requests count little."""
     recomputed: float = 0.0
-    """Sum of recomputed tokens."""
     all_taken: bool = False
     """True if all places were in use during at least one step."""
 

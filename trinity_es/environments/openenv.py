@@ -35,7 +35,6 @@ TELL_SECONDS = 5.0
 """Time that a server may be unreachable before the run reports it, since the server may be starting."""
 CLOSE_SECONDS = 2.0
 MESSAGE_BYTES = 100 * 1024 * 1024
-"""Maximum size of a server's message."""
 _ENVIRONMENT_ERRORS = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
 _NOT_IN_ACTION = object()
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})

@@ -39,7 +39,6 @@ CHECK_SECONDS = 1.0
 PAUSE_SECONDS = 1.0, 10.0
 """First and longest pause before an actor tries again after an error."""
 CONNECT_SECONDS = 10.0
-"""Timeout of the connection to the cluster."""
 END_SECONDS = 40.0
 """How long the actors may take to end their processes. After that Ray kills the actors, and their processes end too."""
 HEAD, GROUP = "head", "hosts"

@@ -103,7 +103,6 @@ class Proxy:
         self._attempts = 1 + config.explorer.max_retry_times
         self._background_tasks: set[asyncio.Task[Any]] = set()
         self._requests_in_flight: set[asyncio.Task[Any]] = set()
-        """Tasks of requests that engines are answering."""
         self._is_ending = False
         self._http: httpx.AsyncClient
         self._server: Any = None

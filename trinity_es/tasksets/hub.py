@@ -26,7 +26,6 @@ __all__ = ["HubRows"]
 MAIN = "main"
 DEFAULT = "default"
 RESOLVE_SECONDS = 30.0
-"""Time limit for resolving a revision."""
 SHOWN = 400
 """Maximum number of characters of another package's error that an error quotes."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")

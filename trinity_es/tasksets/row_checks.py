@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 CHECKED_ROWS = 1000
-"""Number of rows that are checked at a time."""
 MANY_KEYS = 50
 """Maximum number of keys of a row that are searched for in its line one by one; a line with more is parsed."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")

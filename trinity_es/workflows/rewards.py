@@ -128,7 +128,6 @@ class _Signature:
 
     names: frozenset[str]
     has_kwargs: bool
-    """True if the reward has `**kwargs`."""
     preset_names: frozenset[str]
     """Names set by `reward_fn_args`."""
     required_names: tuple[str, ...] = ()
