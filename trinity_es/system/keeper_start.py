@@ -36,14 +36,11 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 def _watch_facts(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
     return {
-        "admin": admin, "addresses": {name: listening_addresses(admin[key]) for name, key in _PROCESSES.items()},
+        "admin": admin, "addresses": {"admin": listening_addresses(admin["pid"]),
+                                      "guardian": listening_addresses(admin["guardian"])},
         "key_file": running_system.key_file(config), "heartbeat_timeout": config.system.heartbeat_timeout,
         "memory": str(remembered_log_end.memory(config).path),
     }
-
-
-_PROCESSES = {"admin": "pid", "guardian": "guardian"}
-"""Key of each watched process's pid in the admin's record."""
 
 
 def _first_start(config: Config, request: Mapping[str, Any]) -> dict[str, Any]:

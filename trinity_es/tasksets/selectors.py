@@ -13,7 +13,7 @@ import functools
 import random
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +27,18 @@ ROWS_AT_ONCE = 4096
 """Maximum number of rows in memory while features are read."""
 
 
-class Selector(Protocol):
+class Selector:
     """Order in which the rows of a taskset are taken."""
 
-    learns: bool
+    learns = False
+    """True if the order depends on the rewards of earlier tasks."""
 
     def rows(self, position: int, n: int) -> list[int]:
         """Return the next `n` row numbers after `position` rows were taken. Raises TasksetError."""
+        raise NotImplementedError
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Learn the mean rewards of a finalized step's tasks, given by row. Steps come in order."""
+        """Learn the mean rewards of a finalized step's tasks, given by row, if `learns`. Steps come in order."""
 
 
 def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
@@ -71,16 +73,7 @@ def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
                 raise ConfigError(f"taskset {config.name}: data_selector.kwargs: {e}") from e
 
 
-class _Fixed:
-    """Selector whose order does not depend on rewards."""
-
-    learns = False
-
-    def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Do nothing."""
-
-
-class _Ordered(_Fixed):
+class _Ordered(Selector):
     """Selector that takes all rows in every epoch: `sequential`, `offline_easy2hard` or `shuffle`."""
 
     def __init__(self, size: int, order: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
@@ -99,7 +92,7 @@ def _shuffled(size: int, seed: str) -> array[int]:
     return order
 
 
-class _Random(_Fixed):
+class _Random(Selector):
     """Selector `random`: each step draws its rows without replacement."""
 
     def __init__(self, name: str, size: int, seed: int) -> None:
@@ -111,7 +104,7 @@ class _Random(_Fixed):
         return [int(row) for row in rows]
 
 
-class Difficulty:
+class Difficulty(Selector):
     """`difficulty_based`: the rows whose expected reward is nearest to `target_reward`.
 
     Each row's pass rate is a Beta distribution (alpha, beta), at first (1, 1). After a step with rewards s of some rows
