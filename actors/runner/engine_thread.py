@@ -440,5 +440,4 @@ class EngineThread:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return an error's text, after its type if it is not a TrinityError."""
     return str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"

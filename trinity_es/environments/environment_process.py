@@ -142,7 +142,6 @@ class EnvironmentServer:
             await asyncio.sleep(0.05)  # poll reaps the process, else it stays a zombie
 
     def _kill_unresponsive(self) -> None:
-        """End the process because it did not confirm the cancellation of a run in time."""
         _log.warning("the process of environment %s did not confirm for %.0f s that a run is over: it is ended, the "
                      "next run starts another", self.name, SILENT_SECONDS)
         self._end()

@@ -70,6 +70,7 @@ def resolve_config(config: dict[str, Any]) -> Any:
 
 
 def write_tasks(file: str, limit: str) -> None:
+    """Write tasks into `file`, each with the key `prompt`, at most `limit` ("0": all). The config is on stdin."""
     from verifiers.v1.utils import loaders
 
     taskset = loaders.load_taskset(resolve_config(json.load(sys.stdin)).taskset)
@@ -142,7 +143,6 @@ class Server:
             self.writer.write(answer)
 
     async def episode(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Play an episode with the model and the task in a request, and return its result as JSON."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig

@@ -129,7 +129,6 @@ class Agent:
                 return
 
     def _run_host(self) -> None:
-        """Join the run as a host, until `leave`."""
         config = Config.from_dict(self._setup["config"], folder="/")
         name = host_name(f"{socket.gethostname().partition('.')[0][:50]}-{self._host_number}")
         self._run = HostRun(config.store.url, name, [], Path(config.system.log_dir) / name, report=_log.warning)

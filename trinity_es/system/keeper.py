@@ -128,6 +128,7 @@ def _restart_while_needed(
 
 
 def _run_start(request: Mapping[str, Any]) -> tuple[int, dict[str, Any] | None]:
+    """Run `keeper_start` with this request in a child process. Return its exit status and its answer, if any."""
     process = subprocess.run(
         [sys.executable, "-m", "trinity_es.system.keeper_start"], input=json.dumps(request).encode(),
         stdout=subprocess.PIPE, check=False,

@@ -131,6 +131,7 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _save(tensors: dict[str, Any], file: Path) -> None:
+    """Write the tensors as a safetensors file, without importing torch if all are numpy arrays."""
     if all(isinstance(t, np.ndarray) for t in tensors.values()):
         from safetensors.numpy import save_file
 

@@ -195,6 +195,7 @@ def _last_answer(text: str) -> str | None:
 
 
 def _is_equal(answer: str | None, truth: str) -> bool:
+    """Return whether an answer equals the truth. Both are contents of a \\boxed{}."""
     if answer is None:
         return False
     if answer.strip() == truth.strip():

@@ -69,6 +69,7 @@ class SimpleWorkflow(Workflow):
         return chat(self.format_messages(), **self.rollout_args)
 
     def _reward_of(self, answer: Experience) -> Any:
+        """Return the reward of an answer, or an awaitable of it."""
         return self.reward_fn(**self._reward_arguments(answer))
 
     def _reward_arguments(self, answer: Experience) -> dict[str, Any]:

@@ -207,6 +207,7 @@ class Workflow:
         return as_parts(await result if inspect.isawaitable(result) else result, self.task.reward_fn)
 
     def _reward_result(self, response: str, completion_ids: Sequence[int] | None) -> Any:
+        """Call the task's reward, and return its result or an awaitable of it."""
         ids = {} if completion_ids is None else {"completion_ids": completion_ids}
         return Reward(self.task, self)(response=response, prompt=self.task.task_desc, truth=self.task.truth, **ids)
 
