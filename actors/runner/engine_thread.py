@@ -44,14 +44,7 @@ from trinity_es.actors.runner.unit_reports import Reporter, run_numbers
 from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
-from trinity_es.events.errors import (
-    CorruptPayload,
-    DataError,
-    EngineError,
-    PayloadNotFound,
-    SyncError,
-    TrinityError,
-)
+from trinity_es.events.errors import CorruptPayload, DataError, EngineError, PayloadNotFound, SyncError, TrinityError
 from trinity_es.events.journal import KeptRun, Run, attempt, kept_runs
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.journal_store import open_journals
