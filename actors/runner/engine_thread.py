@@ -291,7 +291,7 @@ class EngineThread:
         task.add_done_callback(lambda task: self._fail_without_outcome(key, item, task))
 
     def _fail_without_outcome(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
-        """Report a unit (runs of one task) as failed if its asyncio task ended unasked and without an outcome."""
+        """Report a unit (runs of one task) as failed if its asyncio task ended by itself, without an outcome."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
             return

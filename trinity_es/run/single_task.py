@@ -132,7 +132,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     played = PlayedTask(
         task=task, runs=run_count, experiences=done.experiences, texts=texts,
         metrics=[dict(r.metrics) for r in done.results],
-        failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
+        failures=[*done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
         folder=folder,
     )
     await asyncio.to_thread(_write, played)

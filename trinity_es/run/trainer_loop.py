@@ -147,9 +147,7 @@ class TrainerProcess(RunProcess):
         """Wait for the actor system, which the explorer starts."""
         patience = self.config.system.startup_timeout
         deadline = time.monotonic() + patience
-        while True:
-            if await asyncio.to_thread(running_system.find, self.config) is not None:
-                return
+        while await asyncio.to_thread(running_system.find, self.config) is None:
             if time.monotonic() > deadline:
                 raise NotRunning(
                     f"no actor system came up on {self.config.masked()['store']['url']} in {patience} s: start the "

@@ -226,11 +226,9 @@ def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Pr
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait up to `seconds` for a condition, and return whether it holds."""
     deadline = time.monotonic() + seconds
-    while True:
-        holds = condition()
-        if holds or time.monotonic() >= deadline:
-            return holds
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(CHECK_SECONDS)
+    return holds
 
 
 def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
