@@ -84,19 +84,16 @@ def resume(trainer: Any) -> None:
     checkpoint = last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-        if state.global_step >= _last_step(trainer):
+        last_step = trainer.args.max_steps
+        if last_step <= 0:
+            last_step = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+        if state.global_step >= last_step:
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
             report_progress(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its "
                                   "last; raise max_steps or num_train_epochs to go on from it")
             return
     trainer.train(resume_from_checkpoint=checkpoint)
-
-
-def _last_step(trainer: Any) -> int:
-    if trainer.args.max_steps > 0:
-        return int(trainer.args.max_steps)
-    return int(trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1])
 
 
 class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part

@@ -170,7 +170,9 @@ class Explorer(RunProcess):
         loops = [self._submit_steps(), self._finish_steps(), self._finish_evals()]
         if trainer_is_elsewhere:
             await all_of(*loops, beside=follow(self, self._handle_event, idle=self._require_weights))
-            await self._wait_for_trainer_exit()
+            deadline = time.monotonic() + self.config.synchronizer.sync_timeout
+            while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)  # the trainer's last weights need the system
         else:
             await all_of(*loops, train_in_order(self, self._end_period))
         return self.config.explorer.name
@@ -363,12 +365,6 @@ class Explorer(RunProcess):
                 f"{self.done}'s within {patience:g} s (synchronizer.sync_timeout): start the trainer (the same config, "
                 "`--set mode=train`), then this explorer again"
             )
-
-    async def _wait_for_trainer_exit(self) -> None:
-        """Wait at most `sync_timeout` for the end of the trainer's process, whose last weights need the system."""
-        deadline = time.monotonic() + self.config.synchronizer.sync_timeout
-        while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
 
     # --- evals ------------------------------------------------------------------------------------------------------
     def _evals_due(self, done: int) -> list[BatchId]:

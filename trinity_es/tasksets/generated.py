@@ -29,7 +29,7 @@ class Generated:
         self._rows: dict[int, bytes] = {}
         """Rows made so far, as JSON."""
         try:
-            self._dataset = reasoning_gym.dataset(family_of(config), config.args)
+            self._dataset = reasoning_gym.dataset(config.path.partition(":")[2], config.args)
             self.revision = reasoning_gym.installed_version()
         except DataError as e:
             raise TasksetError(f"taskset {config.name}: {e}") from e
@@ -95,15 +95,11 @@ def _as_json(value: Any) -> Any:
     return str(value)
 
 
-def family_of(config: TasksetConfig) -> str:
-    return config.path.partition(":")[2]
-
-
 def with_scorer(config: TasksetConfig) -> TasksetConfig:
     """Return the config of a reasoning-gym taskset with reasoning-gym's scorer and system prompt where it sets none."""
     update: dict[str, Any] = {}
     if config.reward_fn is None:
-        made_from = {"family": family_of(config), "args": config.args}
+        made_from = {"family": config.path.partition(":")[2], "args": config.args}
         update = {"reward_fn": SCORER, "reward_fn_args": {**config.reward_fn_args, **made_from}}
     if config.format.system_prompt is None:
         update["format"] = config.format.model_copy(update={"system_prompt": reasoning_gym.system_prompt()})
