@@ -43,8 +43,8 @@ def open_source(
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
             f"taskset {config.name}: {config.path} has {source.rows} rows, {source.revision} here, but the run in this "
-            f"log began with {recorded.rows} rows, {recorded.revision}: {_remedy(config, recorded)}, or start a new run "
-            "under another `name` (another `store.url` if the config sets one)"
+            f"log began with {recorded.rows} rows, {recorded.revision}: {_remedy(config, recorded)}, or start a new "
+            "run under another `name` (another `store.url` if the config sets one)"
         )
     return rows, recorded or source
 
