@@ -242,7 +242,8 @@ def _json_converter(arrow_type: Any) -> Callable[[Any], Any]:
         return partial(_struct_object, readers=readers)
     if types.is_map(arrow_type):
         read_key, read_value = _json_converter(arrow_type.key_type), _json_converter(arrow_type.item_type)
-        return partial(_map_object, read_key=read_key, read_value=read_value)
+        return lambda pairs: without_nulls(with_single_keys(
+            [(str(read_key(key)), None if value is None else read_value(value)) for key, value in pairs]))
     if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
         read_item = _json_converter(arrow_type.value_type)
         return lambda value: [None if item is None else read_item(item) for item in value]
@@ -271,14 +272,6 @@ def _struct_object(value: dict[str, Any], *, readers: dict[str, Callable[[Any], 
 
 def _is_bytes(arrow_type: Any) -> bool:
     return str(arrow_type).partition("[")[0] in ("binary", "large_binary", "binary_view", "fixed_size_binary")
-
-
-def _map_object(
-    pairs: Iterable[tuple[Any, Any]], *, read_key: Callable[[Any], Any], read_value: Callable[[Any], Any]
-) -> Any:
-    """Return the pairs of an Arrow map as a dict. Raises ValueError if a key appears twice."""
-    members = [(str(read_key(key)), None if value is None else read_value(value)) for key, value in pairs]
-    return without_nulls(with_single_keys(members))
 
 
 def _may_fail(arrow_type: Any) -> bool:
