@@ -12,6 +12,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -95,17 +96,13 @@ class _UnchangedFiles:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
-        try:
-            is_unchanged = self._sizes_and_mtimes() == self._identity
-        except OSError:
-            is_unchanged = False
-        if not is_unchanged:
-            file = self._files[0]
-            raise TasksetError(
-                f"{file} was changed while taskset {self._name} was in use, so its row numbers may now mean other "
-                "rows. Put the old file back, or start a new run",
-                file=str(file),
-            )
+        with suppress(OSError):
+            if self._sizes_and_mtimes() == self._identity:
+                return
+        raise TasksetError(
+            f"{self._files[0]} was changed while taskset {self._name} was in use, so its row numbers may now mean "
+            "other rows. Put the old file back, or start a new run", file=str(self._files[0]),
+        )
 
 
 def _sha256(files: Sequence[Path]) -> str:
