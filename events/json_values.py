@@ -9,7 +9,7 @@ import numpy as np
 
 from trinity_es.events.values import shown
 
-__all__ = ["NotPlain", "plain", "with_single_keys"]
+__all__ = ["NotPlain", "plain", "with_single_keys", "without_nulls"]
 
 _DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own levels around it
 
@@ -88,3 +88,10 @@ def with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r} appears twice")
         unique[key] = value
     return unique
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without dict keys whose value is None, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

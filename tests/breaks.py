@@ -233,7 +233,7 @@ BREAKS = (
     Break(14, "All leases have one key, so one run is given what another holds.", "actors/rollout/leases.py",
           "uuid.uuid4().hex", "uuid.UUID(int=0).hex",
           "full/actors/test_run_leases.py::test_without_a_system_the_same_workflow_plays"),
-    Break(15, "A key that a table gives a row without a value is a value.", "trinity_es/tasksets/row_checks.py",
+    Break(15, "A key that a table gives a row without a value is a value.", "events/json_values.py",
           "for key, inner in value.items() if inner is not None}", "for key, inner in value.items()}",
           "pure/test_rows.py::test_a_key_whose_value_is_null_is_no_key"),
     Break(15, "A row of messages is asked without the system prompt of its taskset.",

@@ -77,7 +77,6 @@ _MODULE_BY_NAME = {name: f"trinity_es.{module}" for module, names in _NAMES_BY_M
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name on its first use, after importing the module that holds it."""
     if name == "__version__":
         from trinity_es.events.software_version import VERSION
 

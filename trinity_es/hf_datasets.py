@@ -15,6 +15,7 @@ import numpy as np
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import CustomField, Experience
+from trinity_es.events.json_values import without_nulls
 
 __all__ = ["from_hf_datasets", "to_hf_datasets"]
 
@@ -71,15 +72,14 @@ def _row(experience: Experience) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return a value with each array in it as a list; also arrays in dicts."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return {key: _with_lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _experience(row: Mapping[str, Any]) -> Experience:
-    """Return the experience that `_row` made this row of."""
-    fields = {name: _without_nones(value) for name, value in row.items() if name in _FIELDS and value is not None}
+    # The table added a None for each missing dict key.
+    fields = {name: without_nulls(value) for name, value in row.items() if name in _FIELDS and value is not None}
     experience_type = fields.pop("experience_type", None)
     mask = fields.pop("action_mask", None)
     fields["custom_fields"] = [CustomField(**field) for field in fields.get("custom_fields", ())]
@@ -89,10 +89,3 @@ def _experience(row: Mapping[str, Any]) -> Experience:
     experience.action_mask = None if mask is None else np.asarray(mask, dtype=np.bool_)
     experience.validate()
     return experience
-
-
-def _without_nones(value: Any) -> Any:
-    """Return a value without the Nones that the table added for missing dict keys."""
-    if isinstance(value, Mapping):
-        return {key: _without_nones(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nones(inner) for inner in value] if isinstance(value, list) else value

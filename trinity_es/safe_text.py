@@ -105,7 +105,6 @@ def does(runner: Mapping[str, Any]) -> str:
 
 
 def devices(places: Mapping[str, int]) -> str:
-    """Return the devices of a host, {device: count}, in words: `8 gpus, 64 cores`."""
     return ", ".join(f"{count} {device if count != 1 else device.removesuffix('s')}"
                      for device, count in sorted(places.items(), reverse=True) if count)
 

@@ -74,7 +74,6 @@ _SCRIPT: dict[str, Any] = {
 
 
 def _check_times(values: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if a duration of the script is not a finite number of at least 0."""
     for name in ("load_seconds", "latency_seconds", "token_seconds"):
         value = values.get(name, 0.0)
         numbers = value if isinstance(value, list) and len(value) == 2 and name == "latency_seconds" else [value]
@@ -210,7 +209,8 @@ class ScriptedEngine:
             time.sleep(3600)
         if rule.get("hang"):
             await asyncio.Event().wait()
-        rng = self._rng(text, sampling, adapter)
+        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
+        rng = random.Random(hashlib.sha256(key.encode()).digest())
         latency = rule["latency_seconds"]
         await asyncio.sleep(rng.uniform(*latency) if isinstance(latency, list) else latency)
         if rule.get("error"):
@@ -224,11 +224,6 @@ class ScriptedEngine:
             adapters = ", ".join(self.adapters) or "none"
             raise EngineError(f"there is no adapter {name!r}: this engine serves {adapters}", refused=True)
         return (name, self.adapters[name]) if name else None
-
-    def _rng(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
-        """Return a random generator that depends on seeds, weights version, prompt and adapter only."""
-        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
-        return random.Random(hashlib.sha256(key.encode()).digest())
 
     def _completion(
         self, prompt: list[int], rule: dict[str, Any], sampling: Sampling, rng: random.Random

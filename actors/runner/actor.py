@@ -32,7 +32,6 @@ from trinity_es.events.values import BatchId
 __all__ = ["Runner", "import_ahead"]
 
 BEAT_SECONDS = 2.0
-"""Interval between two heartbeats."""
 ANNOUNCE_BEATS = 5
 """Interval between RunnerStatus messages, in heartbeats; they show the coordinator which messages were lost."""
 COORDINATOR_BEATS = 2
@@ -71,8 +70,7 @@ class Runner(BaseActor):
         self.model, self.model_config = message.model, self.config.models[message.model]
         engine = self.config.engine_config(message.model)
         if message.url:
-            options = {**engine.options, "url": message.url, "weights": message.weights}
-            engine = replace(engine, options=options)
+            engine = replace(engine, options={**engine.options, "url": message.url, "weights": message.weights})
         size = engine.tensor_parallel_size
         # A process that the engine spawns imports its parent's main module. Ours is the launcher's, whose imports would
         # cost each of vLLM's processes a second and memory for nothing.
@@ -94,19 +92,18 @@ class Runner(BaseActor):
         """End of the log, as a coordinator last reported it."""
         self.beat_count = 0
         self.last_heartbeat: messages.Heartbeat | None = None
-        """Last heartbeat to the coordinator."""
         self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """Units that run here, or whose outcomes are not confirmed."""
         self.final_report: int | None = None
         """Number of the outcome group that reports a given-up unit, which ends this runner; None if there is none."""
-        self.engine_side = EngineThread(self, self.name, self.model, engine, self.config, self.log)
+        self.engine_thread = EngineThread(self, self.name, self.model, engine, self.config, self.log)
         self.beat()
-        self.engine_side.start()
+        self.engine_thread.start()
 
     def on_crash(self, error: BaseException) -> None:
         """Report to the guardian a failure before the engine's thread existed, since no heartbeat would report it."""
-        if not hasattr(self, "engine_side"):
+        if not hasattr(self, "engine_thread"):
             self.send(self.guardian, messages.RunnerStatus(
                 self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.model_config.engine_type,
                 model=self.model, reason=f"{type(error).__name__}: {error}",
@@ -135,20 +132,20 @@ class Runner(BaseActor):
         def note_answer() -> None:  # runs in the engine's thread, and only sets a number
             self.loop_answered_at = now
 
-        self.engine_side.ping(note_answer)
+        self.engine_thread.ping(note_answer)
         silence = 0.0
         if self.loop_answered_at < last_beat_at:
             silence = max(0.0, now - self.loop_answered_at - BEAT_SECONDS)
         if silence > HANG_SHARE * self.config.system.hang_timeout:
-            key = self.engine_side.loop.current_unit()
+            key = self.engine_thread.loop.current_unit()
             if key is not None:
                 self.give_up(key, f"its workflow blocked the engine's loop for {silence:.0f} s: await, or use a thread")
         if self.final_report is not None:  # if the guardian ended this runner, all its units would get a strike
             silence = 0.0
-        trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
+        trouble, waits_for = self.engine_thread.reporter.trouble, self.engine_thread.waits_for
         heartbeat = messages.Heartbeat(
             self.name, self.incarnation, os.getpid(), silence, self.epoch, trouble, waits_for=waits_for,
-            runs_wait=self.engine_side.runs_wait,
+            runs_wait=self.engine_thread.runs_wait,
         )
         if heartbeat != self.last_heartbeat or self.beat_count % COORDINATOR_BEATS == 0:
             self.last_heartbeat = heartbeat
@@ -166,15 +163,15 @@ class Runner(BaseActor):
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
         for (batch_id, submission, task, first_run), item in self.units.items():
             running.setdefault((batch_id, submission), []).append((task, first_run, item.unit.attempt))
-        places = self.engine_side.places
+        places = self.engine_thread.places
         status = messages.RunnerStatus(
             name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
             engine=self.model_config.engine_type, places=places.count,
-            model_version=self.engine_side.model_version, load_seconds=self.load_seconds, reason=self.reason,
-            loading=self.loading_version, adapters=self.engine_side.adapters,
+            model_version=self.engine_thread.model_version, load_seconds=self.load_seconds, reason=self.reason,
+            loading=self.loading_version, adapters=self.engine_thread.adapters,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
-            endpoint=self.engine_side.url if self.state == "ready" else "",
-            model=self.model, engine_version=self.engine_side.engine_version if self.state == "ready" else "",
+            endpoint=self.engine_thread.url if self.state == "ready" else "",
+            model=self.model, engine_version=self.engine_thread.engine_version if self.state == "ready" else "",
             known=self.known,
             kv_share=places.kv_share, waiting=places.waiting,
         )
@@ -188,7 +185,7 @@ class Runner(BaseActor):
         settled = self.outbox.acknowledge(message.acks)
         if settled:
             lost = [o for o in settled if any(kind == "infra" for _, kind, _ in o.failures)]
-            self.engine_side.free_journals([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
+            self.engine_thread.free_journals([key_of(o) for o in settled if o not in lost], [key_of(o) for o in lost])
         for outcome in settled:
             key = key_of(outcome)
             if key in self.units and self.units[key].unit.attempt == outcome.unit.attempt:
@@ -205,7 +202,7 @@ class Runner(BaseActor):
             if self.outbox.has_settled(key, item.unit.attempt):
                 continue
             self.units[key] = item
-            self.engine_side.begin(key, item)
+            self.engine_thread.begin(key, item)
 
     def accept_log_end(self, end: Mark | None) -> bool:
         """Note the end of the sender's log. If it lacks events known here, report this runner's state; return False."""
@@ -221,28 +218,28 @@ class Runner(BaseActor):
         for task, first_run in message.units:
             key = (message.batch_id, message.submission, task, first_run)
             self.units.pop(key, None)
-            self.engine_side.stop_unit(key)
+            self.engine_thread.stop_unit(key)
 
     def on_Endpoints(self, message: messages.Endpoints, sender: Any) -> None:
-        self.engine_side.update_auxiliary(message.models)
+        self.engine_thread.update_auxiliary(message.models)
 
     def on_QueryActivity(self, message: messages.QueryActivity, sender: Any) -> None:
         state = runner_state(
-            self.engine_side.activity, runner=self.name, incarnation=self.incarnation, model=self.model,
-            state=self.state, model_version=self.engine_side.model_version, units=len(self.units),
+            self.engine_thread.activity, runner=self.name, incarnation=self.incarnation, model=self.model,
+            state=self.state, model_version=self.engine_thread.model_version, units=len(self.units),
         )
         self.send(sender, messages.RunnerActivity(self.name, self.incarnation, state))
 
     def on_LoadWeights(self, message: messages.LoadWeights, sender: Any) -> None:
         if self.loading_version != message.version:  # otherwise the order came twice
             self.loading_version = message.version
-            self.engine_side.load_weights(message)
+            self.engine_thread.load_weights(message)
 
     def on_LoadAdapters(self, message: messages.LoadAdapters, sender: Any) -> None:
-        self.engine_side.load_adapters(message)
+        self.engine_thread.load_adapters(message)
 
     def on_JoinGroup(self, message: messages.JoinGroup, sender: Any) -> None:
-        self.engine_side.join_group(message)
+        self.engine_thread.join_group(message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Stop the engine and report it; the guardian then ends this process."""
@@ -250,7 +247,7 @@ class Runner(BaseActor):
             self.state = "retired"
             self.announce()
 
-        self.engine_side.stop(retired)
+        self.engine_thread.stop(retired)
 
     # --- calls from the engine's thread -----------------------------------------------------------------------------
     def become(self, state: str, reason: str, seconds: float) -> None:
@@ -303,7 +300,6 @@ class Runner(BaseActor):
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.end_reason))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
-        """Report that the engine loaded a version of the weights, or why it failed to."""
         if self.loading_version == version:
             self.loading_version = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
@@ -311,10 +307,9 @@ class Runner(BaseActor):
             self.announce()  # a runner that failed without weights may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
-        """Report the result of the LoadAdapters message `number`."""
         self.tell(messages.AdaptersLoadResult(
             name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
-            adapters=self.engine_side.adapters,
+            adapters=self.engine_thread.adapters,
         ))
         if done.loaded or done.errors:
             self.announce()  # a runner that failed without adapters may be ready now

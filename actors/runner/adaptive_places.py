@@ -46,11 +46,9 @@ class _Period:
     running: float = 0.0
     """Sum of running requests. It equals the generated tokens: one per running request in each step."""
     waiting: float = 0.0
-    """Sum of waiting requests."""
     fill: float = 0.0
     """Sum of the steps' fill levels, weighted by generated tokens, so that a batch's last few requests count little."""
     recomputed: float = 0.0
-    """Sum of recomputed tokens."""
     all_taken: bool = False
     """True if all places were in use during at least one step."""
 
@@ -93,7 +91,6 @@ class AdaptivePlaces:
         return self.places
 
     def _places_after(self, past: _Period) -> int:
-        """Return the number of places after a period, by the rules in the class docstring."""
         fill = past.fill / past.running
         queue = past.waiting / past.running
         recomputed = past.recomputed / past.running
@@ -165,7 +162,6 @@ class Places:
             engine.on_load = follow
 
     def resize(self, count: int) -> None:
-        """Set the number of places. If it grew, waiting units start."""
         self.count = count
         self._let_in()
 
@@ -174,7 +170,6 @@ class Places:
         self._let_in()
 
     def _let_in(self) -> None:
-        """Give free places to the units that have waited longest."""
         while self._queue and self.taken < self.count:
             turn = self._queue.popleft()
             if not turn.done():

@@ -44,14 +44,7 @@ from trinity_es.actors.runner.unit_reports import Reporter, run_numbers
 from trinity_es.actors.runner_activity import RunActivity
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.system_key import engine_token, read_key
-from trinity_es.events.errors import (
-    CorruptPayload,
-    DataError,
-    EngineError,
-    PayloadNotFound,
-    SyncError,
-    TrinityError,
-)
+from trinity_es.events.errors import CorruptPayload, DataError, EngineError, PayloadNotFound, SyncError, TrinityError
 from trinity_es.events.journal import KeptRun, Run, attempt, kept_runs
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.journal_store import open_journals
@@ -132,8 +125,7 @@ class EngineThread:
         mark_as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
         self.adapters_lock = asyncio.Lock()
-        report = functools.partial(self.tell, owner.report)
-        self.reporter = Reporter(config.store, report, log, config.payloads_place)
+        self.reporter = Reporter(config.store, functools.partial(self.tell, owner.report), log, config.payloads_place)
         self.report_task: asyncio.Task[None]
         self.journal: Journal | None = None
 
@@ -218,8 +210,7 @@ class EngineThread:
                 self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
                 for name, engine in self.auxiliary.items():
                     engine.update(self.endpoints.get(name, {}))
-            engine_class = resolve(self.model_config.engine_class, {}, "engine")
-            self.engine = engine_class(self.engine_config)
+            self.engine = resolve(self.model_config.engine_class, {}, "engine")(self.engine_config)
             if self.model == "rollout":
                 self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
@@ -253,8 +244,7 @@ class EngineThread:
 
         With vLLM they import torch too: it takes seconds, and most rewards need it.
         """
-        log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
-        pool = WorkerPool(self.places.count, log_file=log_file)
+        pool = WorkerPool(self.places.count, log_file=os.path.join(self.config.system.log_dir, f"{self.name}.log"))
         imports = [*(["torch:Tensor"] if self.model_config.engine_type == "vllm" else []), *self.config.workflows]
         if imports:
             self.warm_task = self.loop.create_task(pool.warm(imports))
@@ -298,13 +288,12 @@ class EngineThread:
 
     @_on_loop
     def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Start a unit (runs of one task), and cancel an earlier attempt at it that still runs."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._fail_without_outcome(key, item, task))
 
     def _fail_without_outcome(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
-        """Report a unit (runs of one task) as failed if its asyncio task ended unasked and without an outcome."""
+        """Report a unit (runs of one task) as failed if its asyncio task ended by itself, without an outcome."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
             return
@@ -317,7 +306,6 @@ class EngineThread:
 
     @_on_loop
     def stop_unit(self, key: Key) -> None:
-        """Stop a unit that the coordinator cancelled, and delete its journal."""
         self._stop_unit(key)
         if self.journal is not None:
             self.journal.release(key)
@@ -447,5 +435,4 @@ class EngineThread:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return an error's text, after its type if it is not a TrinityError."""
     return str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"

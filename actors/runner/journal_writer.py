@@ -86,8 +86,7 @@ class Journal:
         data = b"".join(records)
         if not data or (self._waiting and sum(len(w) for w, _ in self._waiting) > self._settings.max_bytes):
             return
-        if self._writes_at_once():
-            self._write_at_once(data)
+        if self._write_at_once(data):
             if not durable:
                 return
             data = b""
@@ -114,10 +113,10 @@ class Journal:
             if not units and segment != self._segment:
                 self._free(segment)
 
-    def _writes_at_once(self) -> bool:
-        return self._store is not None and self._store.quick
-
-    def _write_at_once(self, data: bytes) -> None:
+    def _write_at_once(self, data: bytes) -> bool:
+        """Write the data if the store is open and quick, and return whether it is. A failure is only logged."""
+        if self._store is None or not self._store.quick:
+            return False
         try:
             self._append(self._segment, data, False)
         except Exception as e:
@@ -127,11 +126,11 @@ class Journal:
                 self._wake.set()
             self._unsynced = True
             self._grow(len(data))
+        return True
 
     async def _put(self, data: bytes, durable: bool) -> None:
         """Write records. `durable` syncs them and all earlier ones to disk; otherwise the next interval does."""
-        if data and self._writes_at_once():
-            self._write_at_once(data)
+        if data and self._write_at_once(data):
             data = b""
         if not data and not durable:
             return

@@ -107,7 +107,13 @@ class UnitLeases:
         `fields`: further fields of `LeaseChange`. Raises WorkflowError for values that can't or must not be recorded.
         """
         for name in fields.keys() & {"args", "handle"}:
-            self._require_recordable(f"the {name} of a lease", fields[name])
+            try:
+                recordable_json(f"the {name} of a lease", fields[name])
+            except ValueError as e:
+                raise WorkflowError(str(e)) from None
+            if self._secrets.holds_secret(fields[name]):
+                raise WorkflowError(f"a secret of a task is in the {name} of a lease, which would be written to the "
+                                    "log: let the provider read it from the environment")
         if "reason" in fields:
             fields["reason"] = shorten_error(masked_text(self._secrets.scrubbed(fields["reason"]), os.environ))
         item = self._item
@@ -119,13 +125,3 @@ class UnitLeases:
         recorded.set_running_or_notify_cancel()  # so that no caller can cancel it, and setting its result never fails
         self._send(change, recorded)
         return recorded
-
-    def _require_recordable(self, what: str, value: Any) -> None:
-        """Raise WorkflowError for a value that is not plain JSON, is too large or holds a secret; `what` names it."""
-        try:
-            recordable_json(what, value)
-        except ValueError as e:
-            raise WorkflowError(str(e)) from None
-        if self._secrets.holds_secret(value):
-            raise WorkflowError(f"a secret of a task is in {what}, which would be written to the log: let the "
-                                "provider read it from the environment")

@@ -74,11 +74,8 @@ class Outbox(NumberedGroups[OutcomeReport]):
 
     def acknowledge(self, numbers: Iterable[int]) -> list[UnitOutcome]:
         """Remove groups that are in the log, and return their outcomes. Groups removed before are ignored."""
-        outcomes: list[UnitOutcome] = []
-        for number in numbers:
-            group = self.drop(number)
-            if group is not None:
-                outcomes += group.outcomes
+        groups = [group for number in numbers if (group := self.drop(number)) is not None]
+        outcomes = [outcome for group in groups for outcome in group.outcomes]
         for outcome in outcomes:
             self._settled[key_of(outcome), outcome.unit.attempt] = None
         while len(self._settled) > REMEMBERED_UNITS:
@@ -86,5 +83,4 @@ class Outbox(NumberedGroups[OutcomeReport]):
         return outcomes
 
     def has_settled(self, key: Key, attempt: int) -> bool:
-        """Return True if the outcome of this attempt is in the log and is still remembered."""
         return (key, attempt) in self._settled

@@ -64,7 +64,6 @@ class Reporter:
         self._quick, self.payloads = opened, patient(opened, store.retry_for)
 
     async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Make a call that uses the payload store in the store's own thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
     async def run(self) -> None:

@@ -193,7 +193,7 @@ class Invariants:
         processes = self.world.lives.get(life, [])
         if len(processes) != 1:  # two systems gave the same incarnation
             return True
-        engine = processes[0].receiver.engine_side.engine
+        engine = processes[0].receiver.engine_thread.engine
         return engine is None or engine.model_version == self.weights
 
     def _lands(self, run: Run, event: ev.RunsFinished | ev.AttemptFailed) -> None:

@@ -34,11 +34,11 @@ from trinity_es.actors.config.config import RunConfig
 from trinity_es.actors.config.data_sections import SCORER, TasksetConfig
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.config.section import Section
-from trinity_es.actors.plugin_lookup import add_import_folders, load, missing_attribute, name_suggestion, registered
+from trinity_es.actors.plugin_lookup import add_import_folders, load, registered
 from trinity_es.actors.validation_errors import Path_, dotted_path
 from trinity_es.config.config_problems import config_error, explain
 from trinity_es.config.interpolation import convert_text, escape_texts, resolve_texts
-from trinity_es.config.parameter_checks import call_problems, reward_problems, workflow_problems
+from trinity_es.config.parameter_checks import call_problems, import_problems, reward_problems, workflow_problems
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.store.database.urls import file_of, file_url
@@ -198,8 +198,8 @@ class Config(RunConfig):
             for key, taskset in ((f"buffer.explorer_input.{group}[{i}]", taskset) for group in _TASKSETS
                                  for i, taskset in enumerate(getattr(inputs, group))):
                 problems += _taskset_problems(key, taskset)
-                unknown = _import_problems(f"{key}.workflow", taskset.workflow, WORKFLOWS.paths)
-                wrong = _import_problems(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.paths)
+                unknown = import_problems(f"{key}.workflow", taskset.workflow, WORKFLOWS.paths)
+                wrong = import_problems(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.paths)
                 if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                     wrong = [f"{key}: {missing}"]
                 rows = taskset.format  # if rows name their own, the arguments are for those
@@ -208,7 +208,7 @@ class Config(RunConfig):
                 if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
                     function = REWARD_FUNCTIONS.get(reward)
                     wrong = reward_problems(f"{key}.reward_fn_args", function, taskset.reward_fn_args)
-                wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problems)
+                wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args)
                 workflows += unknown
                 problems += wrong
             built: list[tuple[str, str, str, Mapping[str, Any], Callable[[], Any]]] = [
@@ -220,22 +220,21 @@ class Config(RunConfig):
                  partial(build_priority, queue.priority_fn, queue.priority_fn_args)),
             ]
             for key, leaf, name, known, build in built:
-                problems += _import_problems(f"{key}.{leaf}", name, known) or _build_problems(build, key)
+                problems += import_problems(f"{key}.{leaf}", name, known) or _build_problems(build, key)
             for name in self.monitor.monitor_type:
-                problems += _import_problems("monitor.monitor_type", name, {"jsonl": None, **registered("monitor")})
-            unbuilt = _import_problems("trainer.class", self.trainer.trainer_class)
+                problems += import_problems("monitor.monitor_type", name, {"jsonl": None, **registered("monitor")})
+            unbuilt = import_problems("trainer.class", self.trainer.trainer_class)
             if self.trainer.trainer_class is not None and not unbuilt:
                 trainer = load(self.trainer.trainer_class)
                 unbuilt = call_problems("trainer.args", trainer, self.trainer.args, positional_count=1)  # model_path
             problems += unbuilt
             for key, m in models.items():
-                problems += _import_problems(f"{key}.engine_type", m.engine_type, registered("engine"))
+                problems += import_problems(f"{key}.engine_type", m.engine_type, registered("engine"))
         if problems or workflows:
             raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
 
     @contextmanager
     def _importing(self) -> Iterator[None]:
-        """Add `code_path` and the working directory to `sys.path` for this block."""
         old_path = list(sys.path)
         add_import_folders(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
@@ -246,10 +245,9 @@ class Config(RunConfig):
 
 
 def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
-    """Return what is wrong with a taskset's source on this machine, such as a missing file or class."""
     if taskset.kind != "file":
         path = registered("environment")[taskset.kind]
-        check = None if (problems := _import_problems(f"{key}.path", path)) else getattr(load(path), "check", None)
+        check = None if (problems := import_problems(f"{key}.path", path)) else getattr(load(path), "check", None)
         return _build_problems(partial(check, taskset), f"{key}.path") if check is not None else problems
     file = taskset.file
     if file.is_dir() and not (file / "state.json").is_file():
@@ -260,26 +258,7 @@ def _taskset_problems(key: str, taskset: TasksetConfig) -> list[str]:
     return [f"{key}.path: no file {file}{taskset.path_hint}"]
 
 
-def _import_problems(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
-    """Return why the value of `key` can't be imported, as at most one line. It is "module:name" or a `known` name."""
-    name = written if written is None else known.get(written, written)
-    if not isinstance(name, str) or (written in known and name.startswith("trinity_es.")):
-        return []
-    if ":" not in name:
-        names = ", ".join(sorted(known)) or "none"
-        return [f"{key}: there is no {name!r} (known: {names}){name_suggestion(name, known)}"]
-    module = name.partition(":")[0]
-    try:
-        load(module)
-    except (Exception, SystemExit) as e:  # a user's module may raise anything at its top level
-        return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
-                "config file's folder (or code_path), in the working directory, or be installed"]
-    missing = missing_attribute(name)
-    return [f"{key}: {name}: {missing}"] if missing else []
-
-
 def _build_problems(build: Callable[[], Any], key: str) -> list[str]:
-    """Call `build`, and return its ConfigError or DataError, if any, as one line about `key`."""
     try:
         build()
     except (ConfigError, DataError) as e:
@@ -296,7 +275,6 @@ def _copy_with(section: _Section, **changes: Any) -> _Section:
 
 
 def _with_absolute_paths(section: _Section, folder: Path, *keys: str) -> _Section:
-    """Return the section with the paths under these keys made absolute. An empty path stays empty."""
     paths = {key: getattr(section, key) for key in keys}
     return _copy_with(section, **{key: path and _absolute_path(path, folder) for key, path in paths.items()})
 

@@ -41,7 +41,6 @@ def describe() -> list[tuple[str, str, str, str]]:
 
 
 def _markdown() -> str:
-    """Return the text of docs/CONFIG.md."""
     rows = "\n".join(f"| `{key}` | {type_} | `{default}` | {text} |" for key, type_, default, text in describe())
     return (
         "# Config\n\nOne YAML file; every key but those marked `required` may be left out. An unknown key is an error. "

@@ -8,7 +8,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +60,17 @@ def explain(
 
 def _foreign_paths(path: Path_, value: Any, hints: Mapping[str, str]) -> Iterator[Path_]:
     """For each leaf key of `value`, which stands at `path`, yield the longest prefix of its path that has a hint."""
-    items: Iterable[tuple[str | int, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    has_keys = False
-    for key, inner_value in items:
-        has_keys = True
-        yield from _foreign_paths((*path, key), inner_value, hints)
-    while not has_keys and path and dotted_path(path, any_index=True) not in hints:
+    if isinstance(value, Mapping | list) and value:
+        for key, inner_value in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _foreign_paths((*path, key), inner_value, hints)
+        return
+    while path and dotted_path(path, any_index=True) not in hints:
         path = path[:-1]
-    if not has_keys and path:
+    if path:
         yield path
 
 
 def _key_hint(path: Path_, known_keys: list[str], hints: Mapping[str, str]) -> str:
-    """Return what to write instead of an unknown key: its hint, or the nearest known key."""
     key = dotted_path(path, any_index=True)
     if key in hints:
         return f"; {hints[key]}"
@@ -114,7 +108,6 @@ def _description(model: type[BaseModel], name: str) -> str:
 
 @functools.cache
 def _field_docs(file: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings of fields, which Python itself drops, by class and field."""
     classes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)]
     return {node.name: {name: doc for name, _, doc in documented_fields(node)} for node in classes}
 
@@ -133,7 +126,6 @@ _TYPES = {"int": "whole number", "float": "number", "str": "text", "bool": "true
 
 
 def _type_text(info: FieldInfo) -> str:
-    """Return the type of a field in words."""
     def text_of(annotation: Any) -> str:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Literal:
@@ -150,7 +142,6 @@ def _type_text(info: FieldInfo) -> str:
 
 
 def _default_text(info: FieldInfo) -> str:
-    """Return the default of a field as docs/CONFIG.md shows it."""
     extra = info.json_schema_extra
     if isinstance(extra, dict) and "shown" in extra:
         return str(extra["shown"])

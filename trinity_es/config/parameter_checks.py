@@ -1,20 +1,36 @@
-"""Check of the config's arguments for a workflow, a reward or a trainer, before an engine loads."""
+"""Check of the names and arguments in a config for workflows, rewards and trainers, before an engine loads."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from trinity_es.actors.plugin_lookup import did_you_mean
+from trinity_es.actors.plugin_lookup import did_you_mean, load, missing_attribute, name_suggestion
 
-__all__ = ["call_problems", "reward_problems", "workflow_problems"]
+__all__ = ["call_problems", "import_problems", "reward_problems", "workflow_problems"]
 
 
-def workflow_problems(
-    key: str, workflow: Any, args: Mapping[str, Any], import_problems: Callable[[str, str], list[str]]
-) -> list[str]:
-    """Return the problems of the `workflow_args` at `key`. `import_problems(key, name)`: those of a "module:name"."""
+def import_problems(key: str, written: str | None, known: Mapping[str, Any] = {}) -> list[str]:
+    """Return why the value of `key` can't be imported, as at most one line. It is "module:name" or a `known` name."""
+    name = written if written is None else known.get(written, written)
+    if not isinstance(name, str) or (written in known and name.startswith("trinity_es.")):
+        return []
+    if ":" not in name:
+        names = ", ".join(sorted(known)) or "none"
+        return [f"{key}: there is no {name!r} (known: {names}){name_suggestion(name, known)}"]
+    module = name.partition(":")[0]
+    try:
+        load(module)
+    except (Exception, SystemExit) as e:  # a user's module may raise anything at its top level
+        return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
+                "config file's folder (or code_path), in the working directory, or be installed"]
+    missing = missing_attribute(name)
+    return [f"{key}: {name}: {missing}"] if missing else []
+
+
+def workflow_problems(key: str, workflow: Any, args: Mapping[str, Any]) -> list[str]:
+    """Return the problems of the `workflow_args` at `key`, a line each."""
     parameters = workflow.taken_args() if hasattr(workflow, "taken_args") else None
     if parameters is None:
         return []
@@ -22,10 +38,10 @@ def workflow_problems(
     for name in workflow.FUNCTION_ARGS:
         value = args.get(name)  # a function, a list of them, or None
         for function in value if isinstance(value, list) else [value]:
-            if function is not None and not isinstance(function, str):
-                problems.append(f"{key}.{name}: {function!r} is no \"module:name\"")
-            elif function is not None:
+            if isinstance(function, str | None):
                 problems += import_problems(f"{key}.{name}", function)
+            else:
+                problems.append(f"{key}.{name}: {function!r} is no \"module:name\"")
     return problems
 
 
@@ -53,7 +69,6 @@ def call_problems(key: str, function: Any, args: Mapping[str, Any], *, positiona
 def _unknown_argument_problems(
     key: str, args: Iterable[str], parameters: Collection[str], function_name: str
 ) -> list[str]:
-    """Return a line for each argument that is not among the parameters of the function."""
     advice = f"it takes {', '.join(sorted(parameters))}" if parameters else "it takes none: leave it out"
     return [f"{key}.{name}: {function_name} has no argument {name!r}{did_you_mean(name, parameters) or f'; {advice}'}"
             for name in args if name not in parameters]

@@ -15,7 +15,6 @@ __all__ = ["foreign_keys", "foreign_values", "markdown"]
 
 @functools.cache
 def _read() -> dict[str, dict[str, Any]]:
-    """Return the sections of trinity_rft_keys.yaml."""
     import yaml
 
     sections: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())

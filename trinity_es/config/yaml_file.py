@@ -27,7 +27,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    """Return a mapping as a dict. Raises ConstructorError for a key that appears twice."""
     loader.flatten_mapping(node)
     out: dict[Any, Any] = {}
     for key_node, value_node in node.value:
@@ -176,11 +175,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
             path = (*path, key_or_index)
             if i == len(pieces) - 1:
                 parent[key_or_index] = value
-            elif isinstance(parent, list):
-                parent = parent[int(key_or_index)]
-            else:
-                if parent.get(key_or_index) is None:
-                    parent[key_or_index] = {}
-                parent = parent[key_or_index]
+            elif isinstance(parent, dict) and parent.get(key_or_index) is None:
+                parent[key_or_index] = {}
+            parent = parent[key_or_index]
         written[path] = name, text
     return written

@@ -142,13 +142,11 @@ class EnvironmentServer:
             await asyncio.sleep(0.05)  # poll reaps the process, else it stays a zombie
 
     def _kill_unresponsive(self) -> None:
-        """End the process because it did not confirm the cancellation of a run in time."""
         _log.warning("the process of environment %s did not confirm for %.0f s that a run is over: it is ended, the "
                      "next run starts another", self.name, SILENT_SECONDS)
         self._end()
 
     def _end(self) -> None:
-        """End the process, and fail the open requests."""
         if not self.has_ended:
             self.has_ended = True
             if self._writer is not None:
@@ -184,7 +182,6 @@ _servers = weakref.WeakKeyDictionary()
 
 
 def _has_failed_or_ended(start: asyncio.Task[EnvironmentServer]) -> bool:
-    """Return whether this start failed, or the process that it started has ended."""
     return start.done() and (start.cancelled() or start.exception() is not None or start.result().has_ended)
 
 

@@ -76,7 +76,6 @@ def uv() -> str | None:
 
 
 def installed() -> list[Installed]:
-    """Return all installed environments, in the order of their names."""
     environments = []
     for file in sorted(environments_folder().glob("*/environment.json")):
         fields = json.loads(file.read_text())
@@ -86,21 +85,15 @@ def installed() -> list[Installed]:
 
 def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError if it is not installed."""
-    environment = _find_or_none(name)
-    if environment is None:
-        raise ConfigError(f"{_not_installed_message(name)}. Install it with `trinity-es env install "
-                          f"{name}`", environment=name)
-    return environment
+    return _find(name, f". Install it with `trinity-es env install {name}`")
 
 
-def _find_or_none(name: str) -> Installed | None:
-    """Return the installed environment whose name equals `plain_name(name)`; None if there is none."""
-    return next((environment for environment in installed() if environment.name == plain_name(name)), None)
-
-
-def _not_installed_message(name: str) -> str:
-    names = ", ".join(e.name for e in installed()) or "none"
-    return f"environment {name!r} is not installed in {environments_folder()} (there: {names})"
+def _find(name: str, advice: str) -> Installed:
+    environments = {environment.name: environment for environment in installed()}
+    if plain_name(name) not in environments:
+        raise ConfigError(f"environment {name!r} is not installed in {environments_folder()} (there: "
+                          f"{', '.join(environments) or 'none'}){advice}", environment=name)
+    return environments[plain_name(name)]
 
 
 def install(
@@ -116,7 +109,10 @@ def install(
     requirement, distribution = _requirement(package)
     if uv() is None:
         raise ConfigError("uv, which installs environments, is not installed: pip install 'trinity-es[environments]'")
-    environment = _environment_name(name or distribution)
+    environment = plain_name(name or distribution)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", environment):
+        raise ConfigError(f"{name or distribution!r} can't be an environment's name: give letters, digits and dashes "
+                          "with --name")
     home = environments_folder() / environment
     home.mkdir(parents=True, exist_ok=True)
     with _locked(home):
@@ -144,9 +140,7 @@ def install(
 
 def remove(name: str) -> Installed:
     """Delete an environment with all its installs, and return it. Raises ConfigError if it is not installed."""
-    environment = _find_or_none(name)
-    if environment is None:
-        raise ConfigError(_not_installed_message(name), environment=name)
+    environment = _find(name, "")
     with _locked(environment.folder.parent):
         (environment.folder.parent / "environment.json").unlink()
         shutil.rmtree(environment.folder.parent)
@@ -155,7 +149,6 @@ def remove(name: str) -> Installed:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock this folder against other installs, on all machines that share it."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -207,21 +200,12 @@ def _distribution(package: str) -> str:
     return path.name.partition("-")[0] if path.is_file() else re.split(r"[@\[]", package)[0]
 
 
-def _environment_name(name: str) -> str:
-    """Return the normalized name of an environment, which is also its folder's name. Raises ConfigError."""
-    normalized_name = plain_name(name)
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", normalized_name):
-        raise ConfigError(f"{name!r} can't be an environment's name: give letters, digits and dashes with --name")
-    return normalized_name
-
-
 def plain_name(name: str) -> str:
     """Return a package's name normalized: lower case, with dashes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
-    """Return the output of a command. Raises ConfigError if it fails."""
     say(" ".join(command))
     # uv does not read pip's variables.
     pip_names = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}

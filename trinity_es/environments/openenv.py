@@ -35,7 +35,6 @@ TELL_SECONDS = 5.0
 """Time that a server may be unreachable before the run reports it, since the server may be starting."""
 CLOSE_SECONDS = 2.0
 MESSAGE_BYTES = 100 * 1024 * 1024
-"""Maximum size of a server's message."""
 _ENVIRONMENT_ERRORS = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
 _NOT_IN_ACTION = object()
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
@@ -70,7 +69,7 @@ class OpenEnvWorkflow(Workflow):
         messages = self.opening()
         rewards: list[float] = []
         counts = {"turns": 0.0, "invalid_actions": 0.0}
-        async with session(args, self._wait_for) as env:
+        async with session(args, lambda reason: self.model.set_workflow_state({"waits_for": reason})) as env:
             schema = await env.action_schema()
             state = await env.reset({**(args.get("reset") or {}), **((self.task.raw_task or {}).get("reset") or {})})
             for _ in range(args.get("max_turns", MAX_TURNS)):
@@ -92,10 +91,6 @@ class OpenEnvWorkflow(Workflow):
                 if state["reward"] is not None:
                     rewards.append(float(state["reward"]))
         return self._experiences(rewards, counts)
-
-    async def _wait_for(self, reason: str) -> None:
-        """Report the reason why the run waits; an empty text reports the end of the wait."""
-        await self.model.set_workflow_state({"waits_for": reason})
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the first observation: the system prompt and the row's prompt, if any.
@@ -212,9 +207,7 @@ class _Full(_Unavailable):
 
 
 @asynccontextmanager
-async def session(
-    args: dict[str, Any], tell: Callable[[str], Awaitable[None]] | None = None
-) -> AsyncIterator[OpenEnvSession]:
+async def session(args: dict[str, Any], tell: Callable[[str], Awaitable[None]]) -> AsyncIterator[OpenEnvSession]:
     """Open a session with the server that `args` (`workflow_args`) name, for `async with`.
 
     Waits while the server is full or unreachable. While it is unreachable, `tell` is called with the reason, and with
@@ -233,8 +226,7 @@ async def session(
 
 
 async def _connect(
-    http: aiohttp.ClientSession, url: str, timeout: float, patience: float,
-    tell: Callable[[str], Awaitable[None]] | None,
+    http: aiohttp.ClientSession, url: str, timeout: float, patience: float, tell: Callable[[str], Awaitable[None]]
 ) -> OpenEnvSession:
     """Return a new session. Retries for `patience` seconds, and then raises the last error."""
     clock = asyncio.get_running_loop().time
@@ -250,14 +242,14 @@ async def _connect(
             except BaseException:
                 await env.close()
                 raise
-            if has_reported and tell is not None:
+            if has_reported:
                 await tell("")  # else the run counts as waiting until it ends
             return env
         except _Unavailable as e:
             waited_seconds = clock() - started_at
             if waited_seconds >= patience:
                 raise
-            if tell is not None and not isinstance(e, _Full) and waited_seconds >= TELL_SECONDS:
+            if not isinstance(e, _Full) and waited_seconds >= TELL_SECONDS:
                 has_reported = True
                 problem = f"{e.__cause__ or e.message}, for {waited_seconds:.0f} s"
                 await tell(f"the OpenEnv server {url}: {problem}; it gives up in {patience - waited_seconds:.0f} s")
@@ -325,5 +317,4 @@ def is_about_action(action: Any, errors: Any) -> bool:
 
 
 def _load_function(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with the name "module:name"; `default` if the name is None."""
     return default if name is None else resolve(name, {}, "function")

@@ -114,7 +114,6 @@ class Server:
         self.is_leaving = False
 
     def handle(self, message: dict[str, Any]) -> None:
-        """Handle a request: start an episode, or cancel the episode with this id."""
         number = message["id"]
         if "run" in message:
             self.episodes[number] = asyncio.create_task(self.play(number, message["run"]))
@@ -125,7 +124,6 @@ class Server:
             episode.cancel()
 
     async def leave(self) -> None:
-        """Cancel all episodes without answering their requests."""
         self.is_leaving = True
         tasks = list(self.episodes.values())
         for task in tasks:
@@ -133,7 +131,6 @@ class Server:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def play(self, number: int, run: dict[str, Any]) -> None:
-        """Play an episode, and send its result or its error."""
         try:
             answer = as_frame({"id": number, "result": await self.episode(run)})
         except asyncio.CancelledError:
@@ -146,7 +143,6 @@ class Server:
             self.writer.write(answer)
 
     async def episode(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Play an episode with the model and the task in a request, and return its result as JSON."""
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig
@@ -246,7 +242,6 @@ def as_json(message: dict[str, Any]) -> bytes:
 
 
 def as_frame(message: dict[str, Any]) -> bytes:
-    """Return a message as it is sent: length in 4 bytes, then JSON."""
     data = as_json(message)
     return struct.pack(">I", len(data)) + data
 
@@ -320,7 +315,6 @@ def reap_children() -> list[int]:
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children."""
     files = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in files for pid in file.read_text().split()]
 

@@ -96,7 +96,6 @@ def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
 
 
 def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics as floats. Raises WorkflowError for infinity and NaN."""
     for name, value in metrics.items():
         if isinstance(value, str):  # infinity or NaN, see verifiers_main.as_number
             raise WorkflowError(f"the environment gave {name} = {value}: a number is expected")

@@ -184,7 +184,6 @@ class HostRun:
                 shutil.rmtree(self._pulled_folder, ignore_errors=True)
 
     def _run(self) -> None:
-        """Start the host's system, and restart it with growing pauses, until this host leaves or is drained."""
         pauses = Backoff(*PAUSE_SECONDS)
         while not self.is_leaving():
             started_at = time.monotonic()
@@ -194,7 +193,8 @@ class HostRun:
                 require_gpus(config, self._name)
                 config.check()
                 self._report(f"the head accepts hosts at {head}: joining as {self._name}")
-                reason = self._run_system(config)
+                with closing(open_payloads(self._url)) as payloads:  # first, as it raises if this database is unusable
+                    reason = self._run_system(config, payloads)
             except (ConfigError, WrongKey):
                 raise
             except TrinityError as e:  # for instance no head yet, no database, or a failed start: try again
@@ -220,8 +220,7 @@ class HostRun:
         A model that the head does not have keeps its path, and its engine will report the error.
         """
         model_folders: dict[str, str] = {}
-        models = {"rollout": config.explorer.rollout_model, **{m.name: m for m in config.explorer.auxiliary_models}}
-        for name, model in models.items():
+        for name, model in config.models.items():
             path = model.model_path
             if path in model_folders or not path.startswith("/") or Path(path).exists():
                 continue
@@ -270,17 +269,11 @@ class HostRun:
         return host.reason
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep for these seconds, or until `leave` is called."""
         deadline = time.monotonic() + seconds
         while not self.is_leaving() and time.monotonic() < deadline:
             time.sleep(min(CHECK_SECONDS, seconds))
 
-    def _run_system(self, config: Config) -> str:
-        """Run the host's system until it ends, and return why it ended."""
-        with closing(open_payloads(self._url)) as payloads:  # first, as it raises if this database is unusable
-            return self._start_and_wait(config, payloads)
-
-    def _start_and_wait(self, config: Config, payloads: PayloadStore) -> str:
+    def _run_system(self, config: Config, payloads: PayloadStore) -> str:
         """Start the host's system, wait until it ends or has to, kill its last processes, and return the reason."""
         self._life_id = uuid.uuid4().hex
         self._pulled_folder = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)

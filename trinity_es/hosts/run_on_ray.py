@@ -39,7 +39,6 @@ CHECK_SECONDS = 1.0
 PAUSE_SECONDS = 1.0, 10.0
 """First and longest pause before an actor tries again after an error."""
 CONNECT_SECONDS = 10.0
-"""Timeout of the connection to the cluster."""
 END_SECONDS = 40.0
 """How long the actors may take to end their processes. After that Ray kills the actors, and their processes end too."""
 HEAD, GROUP = "head", "hosts"
@@ -49,8 +48,7 @@ _log = logging.getLogger(__name__)
 
 def head_config(config: Config, address: str) -> Config:
     """Return the config of a head at this IP address, which runs no engines itself. Raises ConfigError."""
-    models = config.explorer.rollout_model, *config.explorer.auxiliary_models
-    if any(model.engine_type == "http" for model in models):
+    if any(model.engine_type == "http" for model in config.models.values()):
         raise ConfigError("engine_type is http, so Ray has no engines to place. Start the run with `trinity-es up`, "
                           "without --on ray (docs/ENGINES.md)")
     if parse_url(config.store.url).get_backend_name() == "sqlite":
@@ -65,7 +63,7 @@ def head_config(config: Config, address: str) -> Config:
 
 def host_resources(config: Config, *, gpus: bool) -> dict[str, float]:
     """Return the resources that a host needs on its node: a core per engine, and GPUs if the cluster has any."""
-    models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
+    models = config.models.values()
     resources = {"CPU": float(sum(m.engine_num for m in models))}
     gpu_count = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type != "scripted")
     if gpus and gpu_count:
@@ -94,7 +92,6 @@ class Agent:
         self._thread.start()
 
     def report(self) -> dict[str, Any]:
-        """Return this actor's node, its pid, and its current problem."""
         return {"node": socket.gethostname(), "pid": os.getpid(), "problem": dict(self._problem)}
 
     def status(self) -> dict[str, Any]:
@@ -132,7 +129,6 @@ class Agent:
                 return
 
     def _run_host(self) -> None:
-        """Join the run as a host, until `leave`."""
         config = Config.from_dict(self._setup["config"], folder="/")
         name = host_name(f"{socket.gethostname().partition('.')[0][:50]}-{self._host_number}")
         self._run = HostRun(config.store.url, name, [], Path(config.system.log_dir) / name, report=_log.warning)
@@ -164,18 +160,12 @@ class Agent:
                         break
 
 
-def _import_ray() -> Any:
-    """Import Ray and return the module. Raises ConfigError if it is not installed."""
+def _connect_to_ray(config: Config) -> Any:
+    """Connect to the cluster in RAY_ADDRESS or to this node's, in this store's namespace. Returns the module ray."""
     try:
         import ray
     except ImportError as e:
         raise ConfigError(f"Ray can't be imported ({e}): pip install 'trinity-es[ray]'") from e
-    return ray
-
-
-def _connect_to_ray(config: Config) -> Any:
-    """Connect to the cluster in RAY_ADDRESS or to this node's, in this store's namespace. Returns the module ray."""
-    ray = _import_ray()
     address = os.environ.get("RAY_ADDRESS") or "auto"
     url = parse_url(config.store.url)
     database = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"
@@ -273,8 +263,7 @@ def _startup_status(ray: Any, agents: Sequence[Any], reported: set[str], tell: C
 
 def down(config: Config) -> bool:
     """End the run of this store on Ray: hosts, head, placement group. Returns False if there was no such run."""
-    ray = _connect_to_ray(config)
-    return _end_run(ray, "the run was ended")
+    return _end_run(_connect_to_ray(config), "the run was ended")
 
 
 def _end_run(ray: Any, reason: str) -> bool:

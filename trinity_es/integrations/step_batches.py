@@ -46,7 +46,8 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
         return None
     logged = [task for event in client.log.submission_events(batch_id) for task in client.log.tasks_of(event)]
     logged_prompts = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in logged]
-    new_prompts = [(_plain((task.raw_task or {})["prompt"]), task.repeat_times or 1) for task in tasks]
+    # As JSON gives the prompts back: tuples become lists.
+    new_prompts = [(orjson.loads(prompt_key((t.raw_task or {})["prompt"])), t.repeat_times or 1) for t in tasks]
     if logged_prompts != new_prompts:
         raise DataError(
             f"batch {batch_id!r} is in the log with other prompts: the data, their order or num_generations changed. "
@@ -56,7 +57,6 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
 
 
 def has_result(client: RolloutClient, batch_id: str) -> bool:
-    """Return whether the batch is finalized in the log and at least one run succeeded."""
     state = client.log.current(batch_id)
     return state is not None and state.state is BatchLifecycleState.FINALIZED and not state.failed_whole
 
@@ -155,7 +155,6 @@ class PromptRows:
                     )
 
     def _row(self, name: str, index: int) -> dict[str, Any]:
-        """Return the values of a row that a task gets beside its prompt."""
         if not self._columns[name]:
             return {}
         row = self._datasets[name][index]
@@ -205,8 +204,3 @@ def prompt_key(prompt: Any) -> bytes:
         return orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise DataError(f"a prompt can't be written as JSON ({e}): {repr(prompt)[:100]}") from e
-
-
-def _plain(value: Any) -> Any:
-    """Return a prompt as JSON would give it back: tuples become lists."""
-    return orjson.loads(prompt_key(value))

@@ -26,7 +26,6 @@ def step_version(step: int, current: int) -> int:
 
 
 def step_of(version: int) -> int:
-    """Return the step of a version that `step_version` returned."""
     return version % STEPS
 
 

@@ -84,20 +84,16 @@ def resume(trainer: Any) -> None:
     checkpoint = last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-        if state.global_step >= _last_step(trainer):
+        last_step = trainer.args.max_steps
+        if last_step <= 0:
+            last_step = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+        if state.global_step >= last_step:
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
             report_progress(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its "
                                   "last; raise max_steps or num_train_epochs to go on from it")
             return
     trainer.train(resume_from_checkpoint=checkpoint)
-
-
-def _last_step(trainer: Any) -> int:
-    """Return the number of the last step that `train` runs with the trainer's current arguments and data."""
-    if trainer.args.max_steps > 0:
-        return int(trainer.args.max_steps)
-    return int(trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1])
 
 
 class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
@@ -203,7 +199,6 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return f"{step}/{self.name}-{mode}-{call}"
 
     def _connect(self, step: int | None) -> RolloutClient:
-        """Return a client for a trainer that begins at this step. Raises AlreadyRunning, NotRunning."""
         hold(self.config, "trainer")
         return connect(self.config, resumed_at=step)
 
@@ -244,7 +239,6 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._trainer = trainer
 
     def _require_columns(self, trainer: Any) -> None:
-        """Raise ConfigError if a reward function needs a column that the data does not have."""
         columns = getattr(trainer.train_dataset, "column_names", None)
         if columns is None:  # a stream may not know
             return
@@ -328,7 +322,6 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             self._on_main(lambda: self._publish(version, state))
 
     def _publish(self, version: int, state: Mapping[str, Any]) -> None:
-        """Publish these weights to the engines, from a folder or from memory, as `synchronizer.sync_method` says."""
         if self.config.synchronizer.sync_method == "checkpoint":
             self.client.sync_weights(version, self._write_weights(version, state))
         else:
@@ -408,7 +401,6 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bars in this block."""
     was_enabled = logs.is_progress_bar_enabled()
     logs.disable_progress_bar()
     try:

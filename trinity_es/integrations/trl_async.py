@@ -74,7 +74,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._task = {"workflow": PROMPTS, **task}
         require_no_format(self._task["workflow"], self._task.get("format_args") or {})
         self._rollout_args = dict(self._task.get("rollout_args") or {})
-        self.rollout_buffer: queue.Queue[Any] = _Buffer(self._count_taken)
+        self.rollout_buffer: queue.Queue[Any] = _Buffer(
+            lambda sample: self._count_taken(sample.group_id // self.batch_size, 1))
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
         self._samples_left: dict[int, int] = {}
@@ -169,7 +170,6 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         return f"{n}/{self.name}"
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        """Return the row numbers in the order of this epoch."""
         order = list(range(len(self.dataset)))
         if self.seed is not None:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
@@ -205,7 +205,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         for sample in samples:
             self.rollout_buffer.put(sample)
         if not samples:
-            self._count_taken(None, n)
+            self._count_taken(n, 0)
         self._last_progress = time.monotonic()
 
     def _version(self, experience: Experience) -> int:
@@ -213,11 +213,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         step = step_of(int(experience.info.get("model_version", 0)))
         return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
-    def _count_taken(self, sample: Any, batch: int | None = None) -> None:
-        """Count a sample that the trainer took. `sample` None: count batch number `batch`, which has no samples."""
-        n = sample.group_id // self.batch_size if batch is None else batch
+    def _count_taken(self, n: int, count: int) -> None:
+        """Count this many samples of batch number `n` that the trainer took: 0 for a batch without samples."""
         with self._changed:
-            self._samples_left[n] -= sample is not None
+            self._samples_left[n] -= count
             self._last_progress = time.monotonic()
             if self._samples_left[n] == 0:
                 del self._samples_left[n]

@@ -79,7 +79,6 @@ def _failed_row(prompt: list[int], eos: int) -> dict[str, Any]:
 
 
 def _row(experiences: ExperienceColumns, row: int, eos: int) -> dict[str, Any]:
-    """Return prompt ids, completion ids, logprobs and mask of the experience at index `row`."""
     start, end = experiences.tokens.offsets[row : row + 2]
     tokens, prompt_length = experiences.tokens.values[start:end].tolist(), experiences.prompt_lengths[row]
     prompt, ids = tokens[:prompt_length], tokens[prompt_length:]
@@ -99,7 +98,7 @@ def none_for_failed_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
     def replace_failed(rewards: Sequence[float | None], failures: Sequence[bool]) -> list[float | None]:
         return [None if has_failed else reward for reward, has_failed in zip(rewards, failures, strict=True)]
 
-    if _is_async(fn):
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
 
         @functools.wraps(fn)
         async def call_async(**columns: Any) -> list[float | None]:
@@ -112,7 +111,3 @@ def none_for_failed_runs(fn: Callable[..., Any]) -> Callable[..., Any]:
         return replace_failed(fn(**columns), columns["rollout_failed"])
 
     return call
-
-
-def _is_async(fn: Any) -> bool:
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

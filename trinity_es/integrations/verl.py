@@ -127,22 +127,17 @@ def output_fields(experience: Experience, prompt_length: int, response_length: i
     versions = [int(span[0]) for span in experience.info.get("version_spans", ())]
     if not versions and (version := experience.info.get("model_version")) is not None:
         versions = [int(version)]
+    messages = experience.messages or [{}, {}]  # one prompt and its answer
     return {
         "prompt_ids": tokens[: experience.prompt_length], "response_ids": ids[:response_length],
         "response_mask": [int(bit) for bit in mask[:response_length]],
         "response_logprobs": None if logprobs is None else [float(value) for value in logprobs],
-        "reward_score": experience.reward, "num_turns": _turn_count(experience),
+        "reward_score": experience.reward, "num_turns": sum(message.get("role") != "system" for message in messages),
         "extra_fields": {
             "turn_scores": [], "tool_rewards": [], "experience_id": experience.eid.uid,
             "min_global_steps": min(versions, default=None), "max_global_steps": max(versions, default=None),
         },
     }
-
-
-def _turn_count(experience: Experience) -> int:
-    """Return the number of messages in the conversation, without system messages."""
-    messages = experience.messages or [{}, {}]  # one prompt and its answer
-    return sum(message.get("role") != "system" for message in messages)
 
 
 def _plain(name: str, value: Any) -> Any:

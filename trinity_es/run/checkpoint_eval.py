@@ -16,7 +16,7 @@ from typing import Any
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
-from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.metric_aggregation import mean_reward
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.run.checkpointing import Checkpoints
@@ -38,12 +38,10 @@ class BenchRow:
 
 
 def batch_id_of(step: int, taskset: str) -> str:
-    """Return the id of the batch that evaluates a step's checkpoint on a taskset."""
     return f"{step}/bench/{taskset}"
 
 
 def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
-    """Return the steps to evaluate, in order. Raises ConfigError if there are none."""
     if not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets is empty: name a taskset to evaluate on")
     saved = checkpoints.steps()
@@ -66,11 +64,10 @@ def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems:
     """
     results_by_step: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
     for row in log.batches():
-        step_and_name = _step_and_name(row.batch_id)
-        if step_and_name is not None and row.state == BatchLifecycleState.FINALIZED:
-            step, name = step_and_name
+        step_text, _, name = str(row.batch_id).partition("/bench/")
+        if name and step_text.isdecimal() and row.state == BatchLifecycleState.FINALIZED:
             result, _ = log.check_result(row.batch_id)
-            results_by_step.setdefault(step, {})[name] = result or {"metrics": {}}
+            results_by_step.setdefault(int(step_text), {})[name] = result or {"metrics": {}}
     rows = []
     for step, results in sorted(results_by_step.items()):
         metrics = {key: value for result in results.values() for key, value in result["metrics"].items()}
@@ -79,9 +76,3 @@ def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems:
             metrics=metrics, problem=problems.get(step),
         ))
     return rows
-
-
-def _step_and_name(batch_id: BatchId) -> tuple[int, str] | None:
-    """Return the step and the taskset in a batch id made by `batch_id_of`; None for other ids."""
-    step, _, name = str(batch_id).partition("/bench/")
-    return (int(step), name) if name and step.isdecimal() else None

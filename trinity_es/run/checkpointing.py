@@ -42,7 +42,6 @@ class Checkpoints:
         return self.folder / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in order."""
         names = [path.name.rsplit("_", 1)[1] for path in self.folder.glob("global_step_*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -98,7 +97,7 @@ class TrainerCheckpoints:
         return point
 
     def require_no_foreign_checkpoints(self, point: ResumePoint) -> None:
-        """Raise ConfigError if the folder is that of this copy's original, or has newer checkpoints of another run.
+        """Raise ConfigError if the folder has newer checkpoints of another run, or this log is a copy of its run's log.
 
         Only the process that writes this run's checkpoints may call this. In another process, a checkpoint that the
         trainer is about to publish would look like another run's.
@@ -110,7 +109,7 @@ class TrainerCheckpoints:
             raise ConfigError(f"{self._checkpoints.folder} holds checkpoints that this run did not make ({names}): "
                               "move them away, or choose another `name`")
         owner = self._checkpoints.folder / str(self._read_note().get("store", ""))  # relative, if it is a file
-        if newest and owner.is_file() and self._unpublished_step() is None:
+        if newest and owner.is_file() and unpublished is None:
             raise ConfigError(f"{self._checkpoints.folder} belongs to the run in {owner.resolve()}, of which this log "
                               "is a copy: choose another `name` or `checkpoint_root_dir`")
 
@@ -211,7 +210,6 @@ class TrainerCheckpoints:
 
 
 def _state_dict_method(trainer: Any) -> Callable[[], Any]:
-    """Return the trainer's `state_dict`. Raises ConfigError if it has none."""
     method: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if method is None:
         raise ConfigError(

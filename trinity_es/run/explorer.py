@@ -69,7 +69,6 @@ class Explorer(RunProcess):
         self._cut_tasks = CutTasks()
 
     def _is_unfinished(self) -> bool:
-        """Return whether a step, an eval or the saving of the last weights is still to be done."""
         progress, point = self.progress, self._point
         if not self.resumed or not progress.ended or self.step > self.done or not progress.evals_over:
             return True
@@ -168,16 +167,17 @@ class Explorer(RunProcess):
             self.progress.note(trained=max(self.done, self._point.trained))
         self._last_progress = time.monotonic()
         await self._submit_evals(self.done)
-        loops = [self._submit_steps(), self._generate(), self._finish_evals()]
+        loops = [self._submit_steps(), self._finish_steps(), self._finish_evals()]
         if trainer_is_elsewhere:
             await all_of(*loops, beside=follow(self, self._handle_event, idle=self._require_weights))
-            await self._wait_for_trainer_exit()
+            deadline = time.monotonic() + self.config.synchronizer.sync_timeout
+            while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
+                await asyncio.sleep(0.1)  # the trainer's last weights need the system
         else:
             await all_of(*loops, train_in_order(self, self._end_period))
         return self.config.explorer.name
 
     async def _submit_steps(self) -> None:
-        """Submit each step when the sync policy allows it, until the tasksets or `total_steps` end."""
         progress, size = self.progress, self.config.buffer.batch_size
         while self.has_more(self.step, self.cursors):
             await progress.until(lambda: progress.ended or self.policy.may_submit(
@@ -192,7 +192,7 @@ class Explorer(RunProcess):
                 self.cursors = cursors
                 await self._submit(self.step + 1, [*cut_tasks.values(), *tasks], changed_cursors,
                                    continues=dict(enumerate(cut_tasks)))
-            # `_generate` has to know that this step is the last one before it finishes it.
+            # `_finish_steps` has to know that this step is the last one before it finishes it.
             progress.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _changed_cursors(self, cursors: Mapping[str, Cursor], *, every: bool = False) -> list[dict[str, Any]]:
@@ -232,7 +232,10 @@ class Explorer(RunProcess):
         continues: Mapping[int, tuple[BatchId, int]] | None = None,
     ) -> None:
         """Submit a step. `continues`: {index in `tasks`: (step, number) of the unfinished task that it continues}."""
-        min_task_count = self._min_task_count(step, len(tasks))
+        # Rounded first: floats like 9.000000000000002 must not become 10.
+        min_task_count = math.ceil(round(len(tasks) * (1 - self.config.explorer.over_rollout.ratio), 9))
+        if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
+            min_task_count = len(tasks)  # no later step could continue the tasks of the last one
         sources = [source for source in self.unrecorded if not source.is_eval]
         await retry_until_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
@@ -246,15 +249,7 @@ class Explorer(RunProcess):
         self._submitted_here.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
-    def _min_task_count(self, step: int, task_count: int) -> int:
-        """Return how many of a step's tasks must be settled before it is finalized."""
-        if self.config.synchronizer.in_flight == "cut" and not self.has_more(step, self.cursors):
-            return task_count  # no later step could continue the tasks of the last one
-        # Rounded first: floats like 9.000000000000002 must not become 10.
-        return math.ceil(round(task_count * (1 - self.config.explorer.over_rollout.ratio), 9))
-
-    async def _generate(self) -> None:
-        """Finish the submitted steps in order, until all are finished and no more will be submitted."""
+    async def _finish_steps(self) -> None:
         progress = self.progress
         while not (progress.ended and progress.generated >= progress.submitted):
             await progress.until(lambda: progress.submitted > progress.generated or progress.ended)
@@ -315,12 +310,10 @@ class Explorer(RunProcess):
         return bool(tasks)
 
     def _remade_tasks(self, step: int) -> list[Task]:
-        """Return the tasks of a submitted step, built from the same rows with the current config."""
         submitted = submitted_tasks(self.rollouts.client.log, step)
         return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in submitted]
 
     async def _end_period(self, step: int) -> None:
-        """Publish the weights of this step, then submit the evals on them, before later steps are submitted."""
         await self.sync_weight(step)
         await self._submit_evals(step)
 
@@ -373,12 +366,6 @@ class Explorer(RunProcess):
                 "`--set mode=train`), then this explorer again"
             )
 
-    async def _wait_for_trainer_exit(self) -> None:
-        """Wait at most `sync_timeout` for the end of the trainer's process, whose last weights need the system."""
-        deadline = time.monotonic() + self.config.synchronizer.sync_timeout
-        while RunLock.is_held(self.config, "trainer") and time.monotonic() < deadline:
-            await asyncio.sleep(0.1)
-
     # --- evals ------------------------------------------------------------------------------------------------------
     def _evals_due(self, done: int) -> list[BatchId]:
         explorer = self.config.explorer
@@ -391,7 +378,6 @@ class Explorer(RunProcess):
             await self._submit_eval(batch_id)
 
     async def _submit_eval(self, batch_id: BatchId) -> None:
-        """Submit all tasks of a taskset as the eval batch `<step>/<taskset>`."""
         name = str(batch_id).rsplit("/", 1)[1]
         taskset = next(t for t in self.eval_sets if t.config.name == name)
         sources = [source for source in self.unrecorded if source.is_eval and source.taskset == name]
@@ -403,7 +389,6 @@ class Explorer(RunProcess):
         self.progress.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
-        """Finalize each eval after it is submitted, until the run is over and no eval is open."""
         progress = self.progress
         while not (self._is_over and progress.evals_over):
             await progress.until(lambda: self._is_over or not progress.evals_over)
@@ -416,7 +401,6 @@ class Explorer(RunProcess):
         return self.progress.ended and self.done >= self.step
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
-        """Finalize an eval, and return its metrics."""
         result = await retry_until_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
         metrics: dict[str, float] = result["metrics"]
         self.progress.note(evals={batch_id: True})

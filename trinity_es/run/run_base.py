@@ -150,11 +150,10 @@ class RunProcess:
         return tasksets
 
     def _set_point(self, point: ResumePoint) -> None:
-        """Set cursors, weights version and progress to those of the resume point."""
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
-        self.cursors = self.cursors_after(point.submitted)
+        self.cursors = {name: Cursor(*cursor) for name, cursor in point.cursors.get(point.submitted, {}).items()}
         ended = not self.has_more(point.submitted, self.cursors)
         if self.has_trainer:  # it resumes from its checkpoint, so the weights' version counts
             done = point.version if point.path else 0
@@ -171,10 +170,6 @@ class RunProcess:
     def has_trainer(self) -> bool:
         """True if a trainer belongs to this run, here or in a process in mode `train`."""
         return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
-
-    def cursors_after(self, step: int) -> dict[str, Cursor]:
-        """Return the position in each taskset after the tasks of this step."""
-        return {name: Cursor(*cursor) for name, cursor in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
         """Return whether another step follows this one; `cursors`: positions in the tasksets after this step."""
@@ -289,7 +284,6 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
-        """Build the trainer from its checkpoint, repeat the steps after it, and return the trainer."""
         plugin_lookup.add_import_folders(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         trainer_class = plugin_lookup.load(self.config.trainer.trainer_class)

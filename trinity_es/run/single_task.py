@@ -132,7 +132,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     played = PlayedTask(
         task=task, runs=run_count, experiences=done.experiences, texts=texts,
         metrics=[dict(r.metrics) for r in done.results],
-        failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
+        failures=[*done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
         folder=folder,
     )
     await asyncio.to_thread(_write, played)
@@ -174,13 +174,11 @@ class _TracebackRunner(WorkflowRunner):
         self.tracebacks: list[str] = []
 
     def _kind_and_message(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        """Add the error's traceback to `tracebacks`, then do what the base class does."""
         self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
         return super()._kind_and_message(error, out)
 
 
 def _write(played: PlayedTask) -> None:
-    """Write the three files of the result into its folder."""
     folder = played.folder
     make_private_folder(folder)
     lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]

@@ -36,7 +36,6 @@ class SyncPolicy:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the policy of a config's `synchronizer` section."""
         sync = config.synchronizer
         return cls(style=sync.sync_style, interval=sync.sync_interval, offset=sync.sync_offset,
                    max_inflight=sync.max_inflight_batches)

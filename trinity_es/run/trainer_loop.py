@@ -55,7 +55,6 @@ async def train_in_order(process: RunProcess, end_period: Callable[[int], Awaita
 
 
 async def _wait_generated(process: RunProcess, step: int) -> None:
-    """Wait until this step is generated, or, if the run ends earlier, the last step."""
     progress = process.progress
     await progress.until(
         lambda: progress.generated >= step or (progress.ended and progress.generated >= progress.submitted)
@@ -63,7 +62,6 @@ async def _wait_generated(process: RunProcess, step: int) -> None:
 
 
 async def _learn(process: RunProcess, step: int) -> None:
-    """Train on a step's experiences and acknowledge its batch, unless a person aborted it."""
     assert process.trainer is not None
     if (await process.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
@@ -73,7 +71,6 @@ async def _learn(process: RunProcess, step: int) -> None:
 
 
 async def _is_publication_due(process: RunProcess, step: int) -> bool:
-    """Return whether to publish this step's weights: if the trainer or the policy says so, or after the last step."""
     wants_sync = getattr(process.trainer, "wants_sync", None)
     if process.policy.style == "trainer_driven" and wants_sync is not None:
         is_due = bool(await asyncio.to_thread(call_trainer, wants_sync, step, step=step))
@@ -150,9 +147,7 @@ class TrainerProcess(RunProcess):
         """Wait for the actor system, which the explorer starts."""
         patience = self.config.system.startup_timeout
         deadline = time.monotonic() + patience
-        while True:
-            if await asyncio.to_thread(running_system.find, self.config) is not None:
-                return
+        while await asyncio.to_thread(running_system.find, self.config) is None:
             if time.monotonic() > deadline:
                 raise NotRunning(
                     f"no actor system came up on {self.config.masked()['store']['url']} in {patience} s: start the "
@@ -168,7 +163,6 @@ class TrainerProcess(RunProcess):
         return self.progress.trained
 
     async def _handle_event(self, log: Log, stream: str, event: ev.Event) -> None:
-        """Update progress and cursors from an event of the explorer's process, such as a step submitted or ended."""
         match event:
             case ev.BatchSubmitted(batch_type="eval"):
                 self.progress.note(evals={event.batch_id: False})
@@ -201,6 +195,5 @@ class TrainerProcess(RunProcess):
             )
 
     def _note_generated(self) -> None:
-        """Set `progress.generated` to the step before the first open one, and `progress.ended`."""
         first_open_step = min(self._open_steps, default=self.step + 1)
         self.progress.note(generated=first_open_step - 1, ended=not self.has_more(self.step, self.cursors))

@@ -22,7 +22,6 @@ T = TypeVar("T")
 PAUSE_SECONDS = 0.5, 5.0
 """The first and the longest pause before another try."""
 STATUS_SECONDS = 3.0
-"""Interval between two status requests."""
 _LOG = logging.getLogger("trinity_es.run")
 
 

@@ -51,7 +51,9 @@ def require_local(request: Request) -> None:
 
     The browser that sent it is on this machine, because a proxy without a key listens on a loopback address only.
     """
-    for header, host in (("Host", request.url.hostname), ("Origin", _origin_host(request.headers.get("origin")))):
+    origin = request.headers.get("origin")
+    origin_host = None if origin is None else urlsplit(origin).hostname or origin  # it may have no host, such as "null"
+    for header, host in (("Host", request.url.hostname), ("Origin", origin_host)):
         if host is not None and not is_loopback(host):
             raise ApiError(f"the header {header} names another machine, {host!r}, and this proxy without a key serves "
                            "only its own machine: set explorer.proxy_without_key to false and send the key",
@@ -61,13 +63,7 @@ def require_local(request: Request) -> None:
                        "explorer.proxy_without_key to false and send the key", status=403, code="not_local")
 
 
-def _origin_host(origin: str | None) -> str | None:
-    """Return the host name in an Origin header, or the whole header if it has no host (such as "null")."""
-    return None if origin is None else urlsplit(origin).hostname or origin
-
-
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception to the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, AnswerNotFound):
@@ -93,7 +89,6 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def error_message(data: bytes) -> str:
-    """Return the error message in a response's body; the first 200 bytes without a message."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")

@@ -26,22 +26,8 @@ from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, size_limit
 from trinity_es.actors.engines.http.pool import MAX_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
+from trinity_es.actors.serving import http_server
 from trinity_es.actors.serving.errors import ApiError, StreamPlace, invalid_field
-from trinity_es.actors.serving.http_server import (
-    STOP_SECONDS,
-    Gone,
-    bearer_header,
-    json_response,
-    listen,
-    make_app,
-    make_server,
-    read_body,
-    run_until_disconnect,
-    start_serving,
-    stop_serving,
-    tls_options,
-    url_of,
-)
 from trinity_es.actors.serving.recorded_answer_frames import RECORD_HEADER, parse_record, read_frames
 from trinity_es.actors.serving.request_limits import ROUTES, json_bytes
 from trinity_es.actors.system_key import engine_token, read_key
@@ -49,14 +35,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import EngineError, NotRunning, TrinityError
 from trinity_es.events.experience import LARGEST_REWARD
-from trinity_es.serve.http_messages import (
-    api_error,
-    conversation_keys,
-    error_message,
-    error_response,
-    read_object,
-    require_local,
-)
+from trinity_es.serve import http_messages
 from trinity_es.serve.recorder import CompletionRecorder, recorded_completion
 from trinity_es.system import running_system
 
@@ -103,7 +82,6 @@ class Proxy:
         self._attempts = 1 + config.explorer.max_retry_times
         self._background_tasks: set[asyncio.Task[Any]] = set()
         self._requests_in_flight: set[asyncio.Task[Any]] = set()
-        """Tasks of requests that engines are answering."""
         self._is_ending = False
         self._http: httpx.AsyncClient
         self._server: Any = None
@@ -112,15 +90,15 @@ class Proxy:
     async def start(self) -> None:
         """Start the HTTP server and the background tasks. Raises StartupError."""
         explorer = self.config.explorer
-        tls = tls_options(explorer.proxy_tls.cert, explorer.proxy_tls.key)
+        tls = http_server.tls_options(explorer.proxy_tls.cert, explorer.proxy_tls.key)
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
-        listening = listen(explorer.listen_address, explorer.proxy_port, "the proxy",
-                           ": change explorer.listen_address or explorer.proxy_port")
+        listening = http_server.listen(explorer.listen_address, explorer.proxy_port, "the proxy",
+                                       ": change explorer.listen_address or explorer.proxy_port")
         self._start_task(self._recorder.run())
-        stop_seconds = STOP_SECONDS + 3  # `stop` ends requests earlier
-        self._server = make_server(make_app(self._routes()), stop_seconds, **tls)
-        self._serving = await start_serving(self._server, listening)
-        self.base_url = f"{url_of(listening, bool(tls))}/v1"
+        stop_seconds = http_server.STOP_SECONDS + 3  # `stop` ends requests earlier
+        self._server = http_server.make_server(http_server.make_app(self._routes()), stop_seconds, **tls)
+        self._serving = await http_server.start_serving(self._server, listening)
+        self.base_url = f"{http_server.url_of(listening, bool(tls))}/v1"
         self._start_task(self._follow_engines())
 
     def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -130,16 +108,20 @@ class Proxy:
         task.add_done_callback(self._background_tasks.discard)
 
     async def wait_finished(self) -> None:
-        """Wait until the server has ended, after `stop` or an error."""
         await asyncio.wait({self._serving})
 
     async def stop(self) -> None:
         """Stop the proxy. Requests in flight may end within STOP_SECONDS; then they are cancelled. Idempotent."""
         if self._server is not None:
-            stop_serving(self._server)
-            _, pending = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
+            http_server.stop_serving(self._server)
+            _, pending = await asyncio.wait({self._serving}, timeout=http_server.STOP_SECONDS)
             if pending:
-                self._cut_off_requests()
+                self._is_ending = True  # so each client gets an error, as a response or at the end of its stream
+                for request in self._requests_in_flight:
+                    request.cancel()
+                if self._requests_in_flight:
+                    _log.warning("the proxy ends: %d requests in flight were cut off after %d s",
+                                 len(self._requests_in_flight), http_server.STOP_SECONDS)
                 await asyncio.wait(pending, timeout=5)
             self._server = None
             await self._http.aclose()
@@ -147,15 +129,6 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._background_tasks, return_exceptions=True)
         self._recorder.close()
-
-    def _cut_off_requests(self) -> None:
-        """Cancel the requests in flight. Each client gets an error, as a response or at the end of its stream."""
-        self._is_ending = True
-        for task in self._requests_in_flight:
-            task.cancel()
-        if self._requests_in_flight:
-            _log.warning("the proxy ends: %d requests in flight were cut off after %d s", len(self._requests_in_flight),
-                         STOP_SECONDS)
 
     def _cut_off_error(self, error: asyncio.CancelledError) -> ApiError:
         """Return the error for the client of a request that `stop` cancelled. Raises any other cancellation again."""
@@ -199,21 +172,20 @@ class Proxy:
         async def handle(request: Request) -> Response:
             try:
                 if self.config.explorer.proxy_without_key:
-                    require_local(request)
-                elif not hmac.compare_digest(bearer_header(dict(request.scope["headers"])), expected):
+                    http_messages.require_local(request)
+                elif not hmac.compare_digest(http_server.bearer_header(dict(request.scope["headers"])), expected):
                     raise ApiError("the API key is missing or wrong: send the key that trinity-es serve printed, as "
                                    "Authorization: Bearer <key> or x-api-key: <key>", status=401,
                                    code="invalid_api_key")
                 return await handler(request)
             except asyncio.CancelledError as e:
-                return error_response(self._cut_off_error(e), request.url.path)
+                return http_messages.error_response(self._cut_off_error(e), request.url.path)
             except Exception as e:
-                return error_response(api_error(e), request.url.path)
+                return http_messages.error_response(http_messages.api_error(e), request.url.path)
 
         return handle
 
     async def _health(self, request: Request) -> Response:
-        """Answer with the numbers of serving engines and of connections. The status is 503 if no engine serves."""
         engine_count = sum(engine.serving for engine in self.engines.all())
         server = self._server
         if not engine_count:
@@ -224,10 +196,9 @@ class Proxy:
             status = "ok"
         health = {"status": status, "engines": engine_count, "connections": server.connection_count,
                   "most_connections": server.limit}
-        return json_response(health, 200 if engine_count else 503)
+        return http_server.json_response(health, 200 if engine_count else 503)
 
     async def _stats(self, request: Request) -> Response:
-        """Answer with the engines and the numbers of requests and recorded answers."""
         engines = [
             {"runner": engine.runner, "incarnation": engine.incarnation, "model_version": engine.model_version,
              "serving": engine.serving, "busy": engine.open_count,
@@ -235,9 +206,10 @@ class Proxy:
             for engine in self.engines.all()
         ]
         answers = await self._recorder.ask(CountAnswers())
-        return json_response({"engines": engines, "requests": self.requests, "answered": self.answered,
-                              "failed": self.failed, "open": self.requests - self.answered - self.failed,
-                              "answers": answers})
+        return http_server.json_response({
+            "engines": engines, "requests": self.requests, "answered": self.answered, "failed": self.failed,
+            "open": self.requests - self.answered - self.failed, "answers": answers,
+        })
 
     async def _metrics(self, request: Request) -> Response:
         """Answer with the metrics of Trinity-RFT's proxy, under its names."""
@@ -251,11 +223,11 @@ class Proxy:
             count = engine.answer_count + engine.failure_count + engine.open_count
             metrics[f"rollout/model_{i}/total_request_count"] = count
             metrics[f"rollout/model_{i}/model_version"] = engine.model_version
-        return json_response(metrics)
+        return http_server.json_response(metrics)
 
     async def _feedback(self, request: Request) -> Response:
-        """Record a reward for answers (POST /feedback). Raises ApiError, which names a wrong field."""
-        body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
+        raw = await http_server.read_body(request)
+        body = http_messages.read_object(raw, {"msg_ids", "reward", "task_id", "run_id"})
         messages, reward = body.get("msg_ids"), body.get("reward")
         task, run = body.get("task_id"), body.get("run_id")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
@@ -277,36 +249,33 @@ class Proxy:
             raise invalid_field("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
         count = await self._recorder.ask(RewardAnswers(
             messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
-        return json_response({"status": "success", "count": count})
+        return http_server.json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
-        """Send the rewarded answers through the pipeline, and answer with the numbers of answers and experiences."""
         delivered = await self._recorder.ask(DeliverAnswers())
         self.commits += 1
-        return json_response({"status": "success", **delivered})
+        return http_server.json_response({"status": "success", **delivered})
 
     async def _forward_get(self, request: Request) -> Response:
-        """Forward a GET request, such as for the list of models, to an engine, and answer with its response."""
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
             if _is_engine_failure(response.status_code):
-                raise EngineFailed(error_message(response.content))
+                raise EngineFailed(http_messages.error_message(response.content))
             return _make_response(response.content, response.status_code, {"content-type": "application/json"})
 
         return await self._ask_an_engine(ask, [])
 
     async def _generate(self, request: Request) -> Response:
-        """Forward a request for tokens to an engine, record the answer, and return it."""
         try:
-            raw = await read_body(request)
-        except Gone:
+            raw = await http_server.read_body(request)
+        except http_server.Gone:
             self.requests += 1
             self.failed += 1
             raise
         path = request.url.path
-        body = read_object(raw)
+        body = http_messages.read_object(raw)
         json_bytes(body)
-        earlier_keys, own_keys = conversation_keys(body, request.headers.get("x-session-id"))
+        earlier_keys, own_keys = http_messages.conversation_keys(body, request.headers.get("x-session-id"))
         headers = {**self._headers, "content-type": "application/json", RECORD_HEADER: "1"}
 
         async def ask(engine: Backend) -> Response:
@@ -321,7 +290,8 @@ class Proxy:
                 if RECORD_HEADER not in response.headers:
                     raise EngineFailed("the engine's server did not answer like a runner's: it may be another program")
                 if _is_engine_failure(status):
-                    raise EngineFailed(error_message(b"".join([part async for kind, part in answer if kind == "b"])))
+                    data = b"".join([part async for kind, part in answer if kind == "b"])
+                    raise EngineFailed(http_messages.error_message(data))
                 passed = {name: value for name, value in response.headers.items() if name in _FORWARDED_HEADERS}
                 if status < 400:
                     self.engines.remember(own_keys, engine)
@@ -347,7 +317,7 @@ class Proxy:
             self._requests_in_flight.add(task)
             task.add_done_callback(self._requests_in_flight.discard)  # when the whole answer is sent
         try:
-            answer = await run_until_disconnect(request.receive, self._ask_an_engine(ask, earlier_keys))
+            answer = await http_server.run_until_disconnect(request.receive, self._ask_an_engine(ask, earlier_keys))
         except BaseException:
             self.failed += 1
             raise
@@ -355,7 +325,6 @@ class Proxy:
         return answer
 
     async def _record(self, data: bytes, engine: Backend) -> None:
-        """Record an answer from the frame that its engine sent. Raises EngineError if the frame is malformed."""
         try:
             answer = recorded_completion(*parse_record(data), engine)
         except (LookupError, TypeError, ValueError) as e:
@@ -433,7 +402,7 @@ class Proxy:
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{engine.runner} ended in the middle of this stream ({str(e) or type(e).__name__}): "
                                 "send the request again")
-            yield place.last_event(api_error(e))
+            yield place.last_event(http_messages.api_error(e))
 
 
 def _is_engine_failure(status: int) -> bool:

@@ -77,7 +77,6 @@ class CompletionRecorder:
                     recorded.set_exception(error)
 
     def _write(self, group: list[RecordedCompletion]) -> None:
-        """Write the experiences of a group as one payload, then have the coordinator record its answers."""
         experiences = [experience for completion in group for experience in completion.experiences]
         digest = self._client._payloads.put(Experience.serialize_many(experiences)) if experiences else ""
         answers, first = [], 0

@@ -100,7 +100,6 @@ def _is_answering(key_file: str, addresses: list[tuple[str, int]]) -> bool:
 def _restart_while_needed(
     config: Mapping[str, Any], system: dict[str, Any], keeper: Mapping[str, Any], policy: Policy
 ) -> None:
-    """Start the system again whenever it has died, with growing pauses, until it is no longer needed."""
     short_life_count, born_at = 0, time.monotonic()
     memory = MemoryFile(Path(system["memory"]), "")
     claims: list[Claim] = []  # for each generation of the log the newest: how far this host knows that it was written

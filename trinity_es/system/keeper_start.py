@@ -35,16 +35,12 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _watch_facts(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts by which the keeper watches a running system: pids, addresses, files, timeout."""
     return {
-        "admin": admin, "addresses": {name: listening_addresses(admin[key]) for name, key in _PROCESSES.items()},
+        "admin": admin, "addresses": {"admin": listening_addresses(admin["pid"]),
+                                      "guardian": listening_addresses(admin["guardian"])},
         "key_file": running_system.key_file(config), "heartbeat_timeout": config.system.heartbeat_timeout,
         "memory": str(remembered_log_end.memory(config).path),
     }
-
-
-_PROCESSES = {"admin": "pid", "guardian": "guardian"}
-"""Key of each watched process's pid in the admin's record."""
 
 
 def _first_start(config: Config, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +60,11 @@ def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | Non
     admin = request["admin"]
     if reason := _reason_to_stop(config, admin):
         _log.warning("the system ends: %s", reason)
-        _end_system(admin)
+        if process_lives(admin["pid"], admin["started"]):
+            alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
+            for process in alive:
+                _log.warning("process %d did not end by itself", process.pid)
+            running_system.end(alive)
         return None
     _log.warning("%s; next start in %.1f s", request["cause"], request["pause"])
     time.sleep(request["pause"])
@@ -76,18 +76,7 @@ def _restart(config: Config, request: Mapping[str, Any]) -> dict[str, Any] | Non
 
 
 def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
-    """Return why the store needs no system any more (its owner or the store is gone); "" if it needs one."""
     return owner_end_reason(admin.get("owner")) or store_loss_reason(config.store.url)
-
-
-def _end_system(admin: dict[str, Any]) -> None:
-    """Wait until the system has ended by itself; kill the processes that still run after `END_SECONDS`."""
-    if not process_lives(admin["pid"], admin["started"]):
-        return
-    alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
-    for process in alive:
-        _log.warning("process %d did not end by itself", process.pid)
-    running_system.end(alive)
 
 
 def _start_with_retries(

@@ -149,8 +149,7 @@ def launch(
 
 def connections_needed(config: Config) -> int:
     """Return the minimum number of PostgreSQL connections of a run, without those of a trainer and of commands."""
-    models = [config.explorer.rollout_model, *config.explorer.auxiliary_models]
-    return _BASE_CONNECTIONS + sum(model.engine_num for model in models)
+    return _BASE_CONNECTIONS + sum(model.engine_num for model in config.models.values())
 
 
 def _require_connections(config: Config, limit: int) -> None:
@@ -188,7 +187,6 @@ def _require_no_other_head(config: Config) -> None:
 
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
-    """Start the system's processes from a new interpreter, and return its exit status. Raises StartupError."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard_limit != resource.RLIM_INFINITY and hard_limit < LEAST_FILES:
         raise StartupError(
@@ -226,13 +224,12 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     return process.returncode
 
 
-def _last_lines(config: Config, lines: int = 12) -> str:
-    """Return the last `lines` lines of each text log that may explain a failed start."""
+def _last_lines(config: Config) -> str:
     log_lines: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")
     for path in (running_system.output_file(config), *(folder / name for name in names)):
         if path.exists():
             file_lines = path.read_text(errors="replace").splitlines()
-            log_lines.extend(f"  {path.name}: {line}" for line in file_lines[-lines:])
+            log_lines.extend(f"  {path.name}: {line}" for line in file_lines[-12:])
     return "\n".join(log_lines)

@@ -75,7 +75,6 @@ def start_here(
 
 
 def _start_by_keeper(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Start a keeper, which starts the system. Return the system's admin, or raise the error of its start."""
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(keeper_log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         log_start = out.seek(0, os.SEEK_END)  # the lines before are of earlier keepers

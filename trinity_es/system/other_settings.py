@@ -43,7 +43,6 @@ def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
 
 
 def _is_in(path: str, keys: Iterable[str]) -> bool:
-    """Return whether a config key is one of these keys or below one of them."""
     return any(path == key or path.startswith(f"{key}.") for key in keys)
 
 

@@ -47,18 +47,16 @@ class RunLock:
         """True if no system runs, or an earlier holder of this lock or its keeper started the system."""
         # Stays in the file until there is another system, since this holder may end before the system does.
         self._system_pids = system_pids if running is not None and self.owns_system else []
-        self._write(" ".join([str(os.getpid()), *self._system_pids]))
+        self._write(str(os.getpid()))
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
-        """Open the file of this lock, and create it if it is missing."""
         path = running_system.lock_file(config, role)
         make_private_folder(path.parent)
         return os.fdopen(open_private(path, os.O_RDWR | os.O_APPEND), "r+")
 
     @classmethod
     def is_held(cls, config: Config, role: Role) -> bool:
-        """Return whether a living process has the lock."""
         with cls._open(config, role) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,19 +67,18 @@ class RunLock:
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
         """Record the actor system that this lock's holder started."""
         self._system_pids = [str(admin["pid"]), str(running_system.keeper(config) or "")]
-        self._write(" ".join([str(os.getpid()), *self._system_pids]))
+        self._write(str(os.getpid()))
 
-    def _write(self, text: str) -> None:
-        """Replace the file's content."""
+    def _write(self, holder: str) -> None:
         self._file.truncate(0)
-        self._file.write(text)
+        self._file.write(" ".join([holder, *self._system_pids]))
         self._file.flush()
 
     def release(self) -> None:
         """Release the lock; its file still names the actor system that the holder started. Idempotent."""
         if self._file.closed:  # in a forked child of the holder
             return
-        self._write(" ".join(["-", *self._system_pids]) if self._system_pids else "")
+        self._write("-" if self._system_pids else "")
         self._file.close()
 
 

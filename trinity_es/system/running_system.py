@@ -61,7 +61,6 @@ def _digest(url: str) -> str:
 
 
 def lock_file(config: Config, role: str) -> Path:
-    """Return the file that the explorer or the trainer of this store's run locks."""
     return _store_file(config, role, ".lock")
 
 
@@ -227,11 +226,9 @@ def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Pr
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait up to `seconds` for a condition, and return whether it holds."""
     deadline = time.monotonic() + seconds
-    while True:
-        holds = condition()
-        if holds or time.monotonic() >= deadline:
-            return holds
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(CHECK_SECONDS)
+    return holds
 
 
 def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
@@ -246,7 +243,6 @@ def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
 
 
 def _is_process_running(process: psutil.Process) -> bool:
-    """Return whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -12,6 +12,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -23,15 +24,7 @@ from trinity_es.environments.verifiers_tasks import ensure_tasks_file, tasks_fil
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.private_files import require_regular
 from trinity_es.events.vocabulary import TasksetSource
-from trinity_es.tasksets.row_checks import (
-    RowCheck,
-    TableRows,
-    named_keys,
-    no_prompt_text,
-    parse_row,
-    require_named_keys,
-    require_single_keys,
-)
+from trinity_es.tasksets import row_checks
 
 __all__ = ["EnvironmentLines", "RowFile", "open_file"]
 
@@ -78,7 +71,6 @@ def open_file(config: TasksetConfig) -> RowFile:
 
 
 def _require_one_split(config: TasksetConfig, file: Path) -> None:
-    """Raise TasksetError if `split` is set and does not choose exactly one file of a folder."""
     if config.split is None:
         return
     if file == Path(config.path) and file.is_file():
@@ -104,22 +96,16 @@ class _UnchangedFiles:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
-        """Raise TasksetError if a file was changed or removed."""
-        try:
-            is_unchanged = self._sizes_and_mtimes() == self._identity
-        except OSError:
-            is_unchanged = False
-        if not is_unchanged:
-            file = self._files[0]
-            raise TasksetError(
-                f"{file} was changed while taskset {self._name} was in use, so its row numbers may now mean other "
-                "rows. Put the old file back, or start a new run",
-                file=str(file),
-            )
+        with suppress(OSError):
+            if self._sizes_and_mtimes() == self._identity:
+                return
+        raise TasksetError(
+            f"{self._files[0]} was changed while taskset {self._name} was in use, so its row numbers may now mean "
+            "other rows. Put the old file back, or start a new run", file=str(self._files[0]),
+        )
 
 
 def _sha256(files: Sequence[Path]) -> str:
-    """Return "sha256:" and the digest of the files' digests, in this order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as f:
@@ -136,13 +122,13 @@ class _Lines:
         self._offsets = array("Q")
         self._files_check = _UnchangedFiles(config, [file])
         self._keys: dict[str, None] = {}
-        self._named_keys = set(named_keys(config).values())
-        self._check_row = RowCheck(config).check
+        self._named_keys = set(row_checks.named_keys(config).values())
+        self._check_row = row_checks.RowCheck(config).check
         with file.open("rb") as f:
             self._check(f)
         self.revision = _sha256([file])
         if self._offsets:
-            require_named_keys(file, self._keys, config)
+            row_checks.require_named_keys(file, self._keys, config)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -153,7 +139,7 @@ class _Lines:
         with self._file.open("rb") as f:
             for row in rows:
                 f.seek(self._offsets[row])
-                samples.append(parse_row(f.readline()))
+                samples.append(row_checks.parse_row(f.readline()))
         return samples
 
     def _check(self, f: IO[bytes]) -> None:
@@ -174,7 +160,7 @@ class _Lines:
         where = f"{self._file} line {number}"
         details = {"file": str(self._file), "line": number}
         try:
-            row: Any = parse_row(line)
+            row: Any = row_checks.parse_row(line)
         except ValueError as e:
             if number == 1 and (line.startswith(_COMPRESSED) or self._file.suffix in (".csv", ".tsv")):
                 raise TasksetError(f"{self._file} is compressed, or a table in text form such as CSV, but rows are "
@@ -190,12 +176,12 @@ class _Lines:
             advice = _ONE_ARRAY if number == 1 and isinstance(row, list) else "fix or remove the line"
             raise TasksetError(f"{where}: must be a JSON object, not {kind}: {advice}", **details)
         try:
-            require_single_keys(line, row)
+            row_checks.require_single_keys(line, row)
         except ValueError as e:
             raise TasksetError(f"{where}: {e}: leave one of them out", **details) from e
         key = self.config.format.prompt_key
         if key not in row and key not in orjson.loads(line):
-            raise TasksetError(f"{where}: {no_prompt_text(key, list(row))}", **details)
+            raise TasksetError(f"{where}: {row_checks.no_prompt_text(key, list(row))}", **details)
         self._check_row(row, where, details)
         if not self._named_keys <= self._keys.keys():
             self._keys.update(dict.fromkeys(row))
@@ -217,7 +203,6 @@ class EnvironmentLines(_Lines):
 
 # --- columns --------------------------------------------------------------------------------------------------------
 def _pyarrow(file: Path) -> Any:
-    """Return the module pyarrow. Raises TasksetError, which names the file, if it is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -233,7 +218,7 @@ class _Columns:
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         self._files_check = _UnchangedFiles(config, files)
-        self._groups: list[tuple[TableRows, Callable[[], Any]]] = []
+        self._groups: list[tuple[row_checks.TableRows, Callable[[], Any]]] = []
         self._ends: list[int] = []
         """Number of the row after each group."""
         self._loaded_group: tuple[int, Any] = (-1, None)
@@ -243,7 +228,7 @@ class _Columns:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def add(self, reader: TableRows, load_group: Callable[[], Any]) -> None:
+    def add(self, reader: row_checks.TableRows, load_group: Callable[[], Any]) -> None:
         """Check the group of rows that `load_group` returns, and add it. Raises TasksetError, which names the row."""
         table = load_group()
         reader.check(table, len(self))
@@ -274,7 +259,7 @@ def _parquet_rows(config: TasksetConfig, file: Path) -> _Columns:
     except arrow.ArrowException as e:
         raise TasksetError(f"{file} is not a parquet file ({e}): convert it, or name another file",
                            file=str(file)) from e
-    rows = TableRows(file, parquet_file.schema_arrow, config)
+    rows = row_checks.TableRows(file, parquet_file.schema_arrow, config)
     for group in range(parquet_file.metadata.num_row_groups):
         columns.add(rows, partial(parquet_file.read_row_group, group))
     return columns
@@ -298,7 +283,6 @@ def _dataset_rows(config: TasksetConfig, folder: Path) -> _Columns:
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} for another JSON value. Raises TasksetError if it is not JSON."""
     try:
         value = orjson.loads(file.read_bytes())
     except orjson.JSONDecodeError as e:
@@ -323,7 +307,7 @@ def _arrow_rows(config: TasksetConfig, folder: Path) -> _Columns:
     for file in files:
         try:
             with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
-                rows = TableRows(folder, stream.schema, config)
+                rows = row_checks.TableRows(folder, stream.schema, config)
                 for batch in stream:
                     columns.add(rows, partial(lambda batch: batch, batch))  # the file is mapped, not read
         except arrow.ArrowException as e:

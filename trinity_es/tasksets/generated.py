@@ -29,7 +29,7 @@ class Generated:
         self._rows: dict[int, bytes] = {}
         """Rows made so far, as JSON."""
         try:
-            self._dataset = reasoning_gym.dataset(family_of(config), config.args)
+            self._dataset = reasoning_gym.dataset(config.path.partition(":")[2], config.args)
             self.revision = reasoning_gym.installed_version()
         except DataError as e:
             raise TasksetError(f"taskset {config.name}: {e}") from e
@@ -44,14 +44,12 @@ class Generated:
         return len(self._dataset)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows in this order. Raises TasksetError for a row that can't be made."""
         for row in rows:
             if row not in self._rows:
                 self._rows[row] = orjson.dumps(self._make_row(row))
         return [orjson.loads(self._rows[row]) for row in rows]
 
     def _make_row(self, row: int) -> dict[str, Any]:
-        """Generate a row with reasoning-gym. Raises TasksetError if the generator fails."""
         try:
             entry = self._dataset[row]
             keys = self._config.format
@@ -97,18 +95,12 @@ def _as_json(value: Any) -> Any:
     return str(value)
 
 
-def family_of(config: TasksetConfig) -> str:
-    """Return FAMILY of a taskset's path `reasoning_gym:FAMILY`."""
-    return config.path.partition(":")[2]
-
-
 def with_scorer(config: TasksetConfig) -> TasksetConfig:
     """Return the config of a reasoning-gym taskset with reasoning-gym's scorer and system prompt where it sets none."""
     update: dict[str, Any] = {}
     if config.reward_fn is None:
-        made_from = {"family": family_of(config), "args": config.args}
+        made_from = {"family": config.path.partition(":")[2], "args": config.args}
         update = {"reward_fn": SCORER, "reward_fn_args": {**config.reward_fn_args, **made_from}}
     if config.format.system_prompt is None:
-        prompt = reasoning_gym.system_prompt()
-        update["format"] = config.format.model_copy(update={"system_prompt": prompt})
+        update["format"] = config.format.model_copy(update={"system_prompt": reasoning_gym.system_prompt()})
     return config.model_copy(update=update)

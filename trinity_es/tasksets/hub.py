@@ -26,7 +26,6 @@ __all__ = ["HubRows"]
 MAIN = "main"
 DEFAULT = "default"
 RESOLVE_SECONDS = 30.0
-"""Time limit for resolving a revision."""
 SHOWN = 400
 """Maximum number of characters of another package's error that an error quotes."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -66,7 +65,6 @@ class HubRows:
         return len(self._rows)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return these rows in this order. Raises TasksetError for a value that JSON lacks."""
         return [self._read.row(self._rows[row : row + 1], 0, row) for row in rows]
 
     # --- the commit -------------------------------------------------------------------------------------------------
@@ -137,11 +135,6 @@ class HubRows:
         root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
         return {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
 
-    def _fetch_call(self, revision: str) -> str:
-        """Return the Python call that fetches this dataset."""
-        arguments = [self.repository, *([self._subset] if self._subset else [])]
-        return f"datasets.load_dataset({', '.join(map(repr, arguments))}, revision={revision!r})"
-
     @contextlib.contextmanager
     def _translated_errors(self, revision: str) -> Iterator[None]:
         """Turn errors of `datasets` and `huggingface_hub` into TasksetErrors that say what to do."""
@@ -160,7 +153,9 @@ class HubRows:
         except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first is any error of its HTTP client
             offline = self._hub.constants.HF_HUB_OFFLINE
             reason = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_error_summary(e)})"
-            raise _Unreachable(dataset, reason, self._fetch_call(revision)) from e
+            arguments = ", ".join(map(repr, filter(None, (self.repository, self._subset))))
+            fetch_call = f"datasets.load_dataset({arguments}, revision={revision!r})"
+            raise _Unreachable(dataset, reason, fetch_call) from e
         except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
             raise TasksetError(f"{dataset} can't be read ({_error_summary(e)}): check its subset and its split") from e
 
@@ -177,7 +172,6 @@ class _Unreachable(TasksetError):
 
 
 def _error_summary(error: Exception) -> str:
-    """Return an error's type and text on one line, cut after `SHOWN` characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
 

@@ -32,10 +32,6 @@ class Mix:
         """Number of the last shuffled pass, and for each of its tasks the index of the taskset."""
 
     @property
-    def names(self) -> list[str]:
-        return [taskset.config.name for taskset in self.tasksets]
-
-    @property
     def learns(self) -> bool:
         """True if the choice of tasks depends on rewards of earlier tasks."""
         return any(t.selector.learns for t in self.tasksets)
@@ -78,7 +74,6 @@ class Mix:
         return taskset.task(row)
 
     def _counts_taken(self, positions: Mapping[str, Cursor]) -> list[int]:
-        """Return the number of tasks taken from each taskset so far, over all epochs."""
         cursors = [positions[taskset.config.name] for taskset in self.tasksets]
         return [cursor.epoch * len(t) + cursor.offset for cursor, t in zip(cursors, self.tasksets, strict=True)]
 

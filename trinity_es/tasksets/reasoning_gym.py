@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trinity_es.actors.plugin_lookup import did_you_mean
 from trinity_es.events.errors import DataError
 
 __all__ = ["Score", "dataset", "installed_version", "system_prompt"]
@@ -87,7 +88,6 @@ def _dataset(family: str, args: str) -> Any:
 
 
 def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
-    """Return a family's dataset. Raises DataError for an unknown family or argument."""
     gym = _require_package()
     families = importlib.import_module("reasoning_gym.factory").DATASETS
     if family not in families:
@@ -104,7 +104,6 @@ def _make_dataset(family: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _checked_family(part: Any) -> dict[str, Any]:
-    """Return the arguments of `DatasetSpec` for one dataset of a composite. Raises DataError if they are invalid."""
     if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
         raise DataError(f"a dataset of reasoning_gym:composite is {part!r}: give {{name: FAMILY}}, with weight and "
                         f"config if they are not 1 and {{}}")
@@ -114,16 +113,13 @@ def _checked_family(part: Any) -> dict[str, Any]:
 
 
 def _require_names(owner: str, arguments: Mapping[str, Any], parameters: Sequence[str]) -> None:
-    """Raise DataError for an argument that is not among the owner's parameters."""
     for name in arguments:
         if name not in parameters:
-            similar_names = difflib.get_close_matches(name, parameters, n=1)
-            hint = f" (did you mean {similar_names[0]}?)" if similar_names else ""
-            raise DataError(f"{owner} has no parameter {name!r}{hint}: its parameters are {', '.join(parameters)}")
+            raise DataError(f"{owner} has no parameter {name!r}: its parameters are {', '.join(parameters)}"
+                            f"{did_you_mean(name, parameters)}")
 
 
 def _require_package() -> Any:
-    """Return the package reasoning-gym. Raises DataError if it is missing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # cellpylib's, which it imports

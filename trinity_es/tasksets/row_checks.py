@@ -17,18 +17,17 @@ import orjson
 
 from trinity_es.actors.config.data_sections import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
-from trinity_es.events.json_values import with_single_keys
+from trinity_es.events.json_values import with_single_keys, without_nulls
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
 from trinity_es.workflows.row_prompts import require_prompt_form
 
 __all__ = [
     "CHECKED_ROWS", "RowCheck", "TableRows", "named_keys", "no_prompt_text", "parse_row", "require_named_keys",
-    "require_single_keys",
+    "require_single_keys", "row_name",
 ]
 
 CHECKED_ROWS = 1000
-"""Number of rows that are checked at a time."""
 MANY_KEYS = 50
 """Maximum number of keys of a row that are searched for in its line one by one; a line with more is parsed."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
@@ -39,7 +38,7 @@ def parse_row(line: bytes) -> Any:
     try:
         if _LONG_NUMBER.search(line):
             json.loads(line, parse_int=_whole_number)
-        return _without_nulls(orjson.loads(line))
+        return without_nulls(orjson.loads(line))
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
 
@@ -60,13 +59,6 @@ def _whole_number(digits: str) -> int:
         raise ValueError(f"{digits:.40} is a whole number of more than 64 bits, which would be rounded: write it as a "
                          "text")
     return number
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without dict keys whose value is None, at any depth."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class RowCheck:
@@ -100,7 +92,7 @@ class RowCheck:
                                    **details) from e
         names = ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS))
         for name_key, registry in names:
-            name = None if name_key is None else row.get(name_key)
+            name: Any = row_name(row, name_key)
             if name is None or (name_key, name) in self._known_names:
                 continue
             if not isinstance(name, str):
@@ -119,11 +111,11 @@ class RowCheck:
 
     def _reward_name(self, row: dict[str, Any]) -> str | None:
         """Return the name of a row's reward, from the row or else the taskset; None: the workflow's default."""
-        return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
+        return row_name(row, self._format.reward_fn_key) or self._config.reward_fn
 
     def needed_keys(self, row: dict[str, Any]) -> list[str]:
         """Return the keys that a row's reward needs; [] if the reward or the workflow can't be found."""
-        workflow_name = row.get(self._format.workflow_key or "") or self._config.workflow
+        workflow_name = row_name(row, self._format.workflow_key) or self._config.workflow
         reward_name = self._reward_name(row)
         names = workflow_name, reward_name
         if not all(isinstance(name, str | None) for name in names):
@@ -139,8 +131,12 @@ class RowCheck:
         return self._keys_by_names[names]
 
 
+def row_name(row: dict[str, Any], key: str | None) -> str | None:
+    """Return the workflow or reward that the row names at `key`; None if the key is None or not in the row."""
+    return None if key is None else row.get(key)
+
+
 def no_prompt_text(key: str, row_keys: Sequence[str]) -> str:
-    """Return the error text for rows without the prompt's `key`."""
     return (f"no prompt: the key {key!r} is missing (there are: {', '.join(row_keys[:8]) or 'no keys'}); set the "
             "taskset's format.prompt_key to the key that holds the prompt")
 
@@ -246,14 +242,16 @@ def _json_converter(arrow_type: Any) -> Callable[[Any], Any]:
         return partial(_struct_object, readers=readers)
     if types.is_map(arrow_type):
         read_key, read_value = _json_converter(arrow_type.key_type), _json_converter(arrow_type.item_type)
-        return partial(_map_object, read_key=read_key, read_value=read_value)
+        return lambda pairs: without_nulls(with_single_keys(
+            [(str(read_key(key)), None if value is None else read_value(value)) for key, value in pairs]))
     if types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type):
         read_item = _json_converter(arrow_type.value_type)
         return lambda value: [None if item is None else read_item(item) for item in value]
     if types.is_floating(arrow_type):
         if types.is_float64(arrow_type):
             return _finite_or_none
-        return partial(_short_float, numpy_type=arrow_type.to_pandas_dtype())
+        numpy_type = arrow_type.to_pandas_dtype()
+        return lambda value: _finite_or_none(float(str(numpy_type(value))))
     if _is_bytes(arrow_type):
         return _utf8_text
     if types.is_decimal(arrow_type):
@@ -268,26 +266,12 @@ def _json_converter(arrow_type: Any) -> Callable[[Any], Any]:
 
 
 def _struct_object(value: dict[str, Any], *, readers: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """Return a struct as an object, without the keys whose value is null."""
     members = {name: read_value(value[name]) for name, read_value in readers.items() if value[name] is not None}
     return {name: member for name, member in members.items() if member is not None}
 
 
 def _is_bytes(arrow_type: Any) -> bool:
     return str(arrow_type).partition("[")[0] in ("binary", "large_binary", "binary_view", "fixed_size_binary")
-
-
-def _map_object(
-    pairs: Iterable[tuple[Any, Any]], *, read_key: Callable[[Any], Any], read_value: Callable[[Any], Any]
-) -> Any:
-    """Return the pairs of an Arrow map as a dict. Raises ValueError if a key appears twice."""
-    members: dict[str, Any] = {}
-    for key, value in pairs:
-        name = str(read_key(key))
-        if name in members:
-            raise ValueError(f"the key {name!r} appears twice")
-        members[name] = None if value is None else read_value(value)
-    return _without_nulls(members)
 
 
 def _may_fail(arrow_type: Any) -> bool:
@@ -309,11 +293,6 @@ def _finite_or_none(value: float) -> float | None:
     if math.isinf(value):
         raise ValueError(f"JSON can't hold {value}")
     return None if math.isnan(value) else value
-
-
-def _short_float(value: float, numpy_type: Callable[[float], Any]) -> float | None:
-    """Return the shortest decimal number for this value of 16 or 32 bits (0.1, not 0.10000000149); None for NaN."""
-    return _finite_or_none(float(str(numpy_type(value))))
 
 
 def _utf8_text(value: bytes) -> str:

@@ -13,7 +13,7 @@ import functools
 import random
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,16 +27,18 @@ ROWS_AT_ONCE = 4096
 """Maximum number of rows in memory while features are read."""
 
 
-class Selector(Protocol):
+class Selector:
     """Order in which the rows of a taskset are taken."""
 
-    learns: bool
+    learns = False
+    """True if the order depends on the rewards of earlier tasks."""
 
     def rows(self, position: int, n: int) -> list[int]:
         """Return the next `n` row numbers after `position` rows were taken. Raises TasksetError."""
+        raise NotImplementedError
 
     def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Learn the mean rewards of a finalized step's tasks, given by row. Steps come in order."""
+        """Learn the mean rewards of a finalized step's tasks, given by row, if `learns`. Steps come in order."""
 
 
 def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
@@ -46,23 +48,23 @@ def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
     """
     selector_config, size = config.data_selector, len(file)
     if selector_config is None and config.shuffle:
-        return _Shuffle(size, lambda epoch: _shuffled(size, f"{config.seed}/{epoch}"))
+        return _Ordered(size, lambda epoch: _shuffled(size, f"{config.seed}/{epoch}"))
     if selector_config is None:
-        return _Sequential(range(size))
+        return _Ordered(size, lambda epoch: range(size))
     if selector_config.kwargs and selector_config.selector_type != "difficulty_based":
         raise ConfigError(f"taskset {config.name}: data_selector {selector_config.selector_type} takes no kwargs")
     seed = selector_config.seed
     match selector_config.selector_type:
         case "sequential":
-            return _Sequential(range(size))
+            return _Ordered(size, lambda epoch: range(size))
         case "shuffle":
-            return _Shuffle(size, lambda epoch: np.random.default_rng(seed + epoch).permutation(size))
+            return _Ordered(size, lambda epoch: np.random.default_rng(seed + epoch).permutation(size))
         case "random":
             return _Random(config.name, size, seed)
         case "offline_easy2hard":
             features = _features(config, file, selector_config.feature_keys)
-            order = sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]
-            return _Sequential([int(row[-1]) for row in order])
+            order = [int(row[-1]) for row in sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]]
+            return _Ordered(size, lambda epoch: order)
         case _:
             features = _features(config, file, selector_config.feature_keys)
             try:
@@ -71,32 +73,13 @@ def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
                 raise ConfigError(f"taskset {config.name}: data_selector.kwargs: {e}") from e
 
 
-class _Fixed:
-    """Selector whose order does not depend on rewards."""
+class _Ordered(Selector):
+    """Selector that takes all rows in every epoch: `sequential`, `offline_easy2hard` or `shuffle`."""
 
-    learns = False
-
-    def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Do nothing."""
-
-
-class _Sequential(_Fixed):
-    """Selector with one order for all epochs: `sequential` or `offline_easy2hard`."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = order
-
-    def rows(self, position: int, n: int) -> list[int]:
-        size = len(self._order)
-        return [self._order[i % size] for i in range(position, position + n)]
-
-
-class _Shuffle(_Fixed):
-    """Selector `shuffle`: another permutation in every epoch."""
-
-    def __init__(self, size: int, permutation: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
+    def __init__(self, size: int, order: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
+        """`order` returns the order of an epoch."""
         self._size = size
-        self._order = functools.lru_cache(maxsize=1)(permutation)
+        self._order = functools.lru_cache(maxsize=1)(order)
 
     def rows(self, position: int, n: int) -> list[int]:
         return [int(self._order(i // self._size)[i % self._size]) for i in range(position, position + n)]
@@ -109,7 +92,7 @@ def _shuffled(size: int, seed: str) -> array[int]:
     return order
 
 
-class _Random(_Fixed):
+class _Random(Selector):
     """Selector `random`: each step draws its rows without replacement."""
 
     def __init__(self, name: str, size: int, seed: int) -> None:
@@ -121,7 +104,7 @@ class _Random(_Fixed):
         return [int(row) for row in rows]
 
 
-class Difficulty:
+class Difficulty(Selector):
     """`difficulty_based`: the rows whose expected reward is nearest to `target_reward`.
 
     Each row's pass rate is a Beta distribution (alpha, beta), at first (1, 1). After a step with rewards s of some rows
@@ -189,7 +172,6 @@ class Difficulty:
 
 
 def _require_enough(name: str, n: int, size: int) -> None:
-    """Raise TasksetError if taskset `name` has fewer rows (`size`) than a step draws (`n`)."""
     if n > size:
         raise TasksetError(
             f"taskset {name} has {size} rows, but each step draws {n} different ones: lower buffer.batch_size, or "

@@ -42,9 +42,9 @@ def open_source(
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
-            f"taskset {config.name}: {config.path} has {_summary(source)} here, but the run in this log began with "
-            f"{_summary(recorded)}: {_remedy(config, recorded)}, or start a new run under another `name` (another "
-            "`store.url` if the config sets one)"
+            f"taskset {config.name}: {config.path} has {source.rows} rows, {source.revision} here, but the run in this "
+            f"log began with {recorded.rows} rows, {recorded.revision}: {_remedy(config, recorded)}, or start a new "
+            "run under another `name` (another `store.url` if the config sets one)"
         )
     return rows, recorded or source
 
@@ -109,12 +109,7 @@ def _order_json(config: TasksetConfig) -> str:
     return orjson.dumps(order, option=orjson.OPT_SORT_KEYS).decode() if order else ""
 
 
-def _summary(source: TasksetSource) -> str:
-    return f"{source.rows} rows, {source.revision}"
-
-
 def _remedy(config: TasksetConfig, recorded: TasksetSource) -> str:
-    """Return advice, for an error, on how to get the recorded revision back."""
     if config.kind == "file":
         return "put the old file back"
     if config.kind == "reasoning_gym":

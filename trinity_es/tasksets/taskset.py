@@ -18,6 +18,7 @@ from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile
 from trinity_es.tasksets.generated import with_scorer
+from trinity_es.tasksets.row_checks import row_name
 from trinity_es.tasksets.selectors import selector_of
 from trinity_es.tasksets.source import open_source
 
@@ -97,14 +98,9 @@ class Taskset:
         if not self.is_eval:
             index["taskset_id"] = self.number
         return Task(
-            workflow=_row_name(sample, config.format.workflow_key) or config.workflow,
+            workflow=row_name(sample, config.format.workflow_key) or config.workflow,
             repeat_times=config.repeat_times, format_args=config.format.task_format_args(),
             rollout_args=dict(config.rollout_args), workflow_args=dict(config.workflow_args),
-            reward_fn=_row_name(sample, config.format.reward_fn_key) or config.reward_fn,
+            reward_fn=row_name(sample, config.format.reward_fn_key) or config.reward_fn,
             reward_fn_args=dict(config.reward_fn_args), is_eval=self.is_eval, raw_task=sample, index=index,
         )
-
-
-def _row_name(sample: dict[str, Any], key: str | None) -> str | None:
-    """Return the row's value at `key`, a name; None if the key is None or not in the row."""
-    return None if key is None else sample.get(key)

@@ -16,15 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from trinity_es.actors.commands import (
-    CheckWeightGroup,
-    Command,
-    JoinWeightGroup,
-    RemoveAdapter,
-    SyncAdapter,
-    SyncedWeights,
-    SyncWeights,
-)
+from trinity_es.actors import commands
 from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.checkpoints import mismatch, reference_shapes, why_unloadable
 from trinity_es.actors.engines.vllm.weight_sender import WeightSender
@@ -43,7 +35,7 @@ _log = logging.getLogger(__name__)
 class SendCommand(Protocol):
     """Function that sends a command to the coordinator, and waits up to `timeout` seconds for the answer."""
 
-    def __call__(self, command: Command[A], timeout: float) -> A: ...
+    def __call__(self, command: commands.Command[A], timeout: float) -> A: ...
 
 
 class Publisher:
@@ -55,7 +47,7 @@ class Publisher:
         self.sender: WeightSender | None = None
         """This process's end of the NCCL group that sends tensors; None if there is no usable group."""
 
-    def _send_command(self, command: Command[A], timeout: float) -> A:
+    def _send_command(self, command: commands.Command[A], timeout: float) -> A:
         """Send a command and return its answer. Raises SyncError if none comes in time."""
         try:
             return self.send_command(command, timeout)
@@ -71,7 +63,7 @@ class Publisher:
         over_group = self.config.synchronizer.sync_method == "nccl" and self._ensure_group(weights)
         folder = write_memory(self.config, version, weights)
         method = self.config.synchronizer.sync_method if over_group else "memory"
-        command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
+        command = commands.SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         try:
             answer = self._send_over_group(command, weights) if over_group else self._send_command(command, timeout)
         except BaseException:
@@ -88,19 +80,19 @@ class Publisher:
         folder = Path(path).absolute()
         shapes, _ = reference_shapes(model.model_path)
         adapter = checked_adapter(folder, max_rank=None if model.lora is None else model.lora.max_rank, shapes=shapes)
-        answer = self._send_command(SyncAdapter(
+        answer = self._send_command(commands.SyncAdapter(
             adapter=name, version=version, path=str(folder), rank=adapter.rank, size=adapter.size,
             digest=adapter.digest, timeout=timeout,
         ), timeout)
         return dict(answer)
 
     def remove_adapter(self, name: str) -> None:
-        self._send_command(RemoveAdapter(adapter=name), self._timeout)
+        self._send_command(commands.RemoveAdapter(adapter=name), self._timeout)
 
     def republish(self, version: int, path: str) -> None:
         """Publish a new path for the current version, whose folder was lost."""
         method = "memory" if memory_dir(self.config) in Path(path).parents else "checkpoint"
-        command = SyncWeights(version=version, path=path, timeout=self._timeout, method=method, again=True)
+        command = commands.SyncWeights(version=version, path=path, timeout=self._timeout, method=method, again=True)
         self._send_command(command, self._timeout)
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
@@ -115,14 +107,13 @@ class Publisher:
                 raise SyncError(f"weights version {version} was not published: {problem}")
         version_before = current_weights(self.open_log()).version
         method = "memory" if memory_dir(self.config) in folder.parents else "checkpoint"
-        command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
+        command = commands.SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         answer = self._send_command(command, timeout)
         if version > version_before and self._all_engines_loaded(answer):  # or engines may go back to one in memory
             forget_memory(self.config, keep=str(folder))
         return dict(answer)
 
-    def _all_engines_loaded(self, answer: SyncedWeights) -> bool:
-        """Return whether every engine of the run is among those that loaded the weights."""
+    def _all_engines_loaded(self, answer: commands.SyncedWeights) -> bool:
         rollout = self.config.explorer.rollout_model
         # Servers of others: any number may exist now, and a sync that one of them did not load has failed.
         engine_count = 1 if rollout.engine_type == "http" else rollout.engine_num
@@ -139,7 +130,7 @@ class Publisher:
 
         Without a group, engines load from shared memory. `state`: tensors on the GPU from which this process sends.
         """
-        if self.sender is None or not self._send_command(CheckWeightGroup(), self._timeout):
+        if self.sender is None or not self._send_command(commands.CheckWeightGroup(), self._timeout):
             address = self.config.system.address
             with socket.socket() as free:
                 free.bind((address, 0))
@@ -172,7 +163,7 @@ class Publisher:
         given_up = threading.Event()
         opening = _ThreadedCall(
             lambda: WeightSender(address, port, 1 + engines * workers, device=device, given_up=given_up))
-        command = JoinWeightGroup(
+        command = commands.JoinWeightGroup(
             address=address, port=port, workers=workers, engines=engines, timeout=self._timeout
         )
         try:
@@ -184,7 +175,7 @@ class Publisher:
         self.sender = opening.result(self._timeout)
         return {**answer, "world_size": 1 + engines * workers}
 
-    def _send_over_group(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
+    def _send_over_group(self, command: commands.SyncWeights, state: Mapping[str, Any]) -> commands.SyncedWeights:
         """Send the tensors over the group while the engines execute the command, and return the command's answer."""
         sender = self.sender
         assert sender is not None

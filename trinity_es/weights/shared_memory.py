@@ -45,7 +45,9 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     little memory, or the first tensor that is missing, unknown, not finite, or of another shape than the model's.
     """
     tensors = _checked_tensors(version, state)
-    problem = mismatch({name: list(t.shape) for name, t in tensors.items()}, *_reference_shapes(config, tensors))
+    shapes = {name: list(t.shape) for name, t in tensors.items()}
+    reference, tied = reference_shapes(config.rollout.model_path)
+    problem = None if reference is None else mismatch(shapes, reference, tied)  # None: the model's files are not here
     if problem:
         raise SyncError(f"weights version {version} was not published: {problem}")
     if not SHARED_MEMORY.is_dir():
@@ -65,7 +67,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     partial_folder.mkdir(mode=0o700)
     try:
         _save(tensors, partial_folder / "model.safetensors")
-        model = model_folder(config.explorer.rollout_model.model_path)
+        model = model_folder(config.rollout.model_path)
         for name in _MODEL_FILES:
             if model is not None and (model / name).is_file():
                 shutil.copyfile(model / name, partial_folder / name)
@@ -126,12 +128,6 @@ def _checked_tensors(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
         if not is_finite:
             raise SyncError(f"weights version {version} was not published: {name} holds NaN or infinite values")
     return tensors
-
-
-def _reference_shapes(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Return the served model's shapes and whether its head is tied; those of `tensors` if its files are not here."""
-    shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
-    return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 
 
 def _save(tensors: dict[str, Any], file: Path) -> None:

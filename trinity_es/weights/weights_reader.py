@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,11 +18,8 @@ __all__ = ["current_weights", "read_weight"]
 
 def current_weights(log: Log) -> ev.WeightsPublished:
     """Return the event of the last published weights; version 0 with path "" if none were published."""
-    last = ev.WeightsPublished(version=0, path="")
-    for recorded in log.read(stream="weights"):
-        if isinstance(recorded.event, ev.WeightsPublished):
-            last = recorded.event
-    return last
+    last = log.last(ev.WeightsPublished.stream, "WeightsPublished")
+    return ev.WeightsPublished(version=0, path="") if last is None else cast(ev.WeightsPublished, last.event)
 
 
 def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray[Any, Any]:

@@ -57,7 +57,11 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
         self.choices: Any = row.get("choices")
         answer = task.truth
         if "Correct Answer" in row:
-            self.question, self.choices, answer = _gpqa_question(row)
+            right_answer = row["Correct Answer"].strip()
+            self.question = row["Question"]
+            self.choices = [right_answer, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
+            random.Random(self.question).shuffle(self.choices)
+            answer = self.choices.index(right_answer)
         if self.question is None:
             raise DataError("the row has no question: set format.prompt_key to the key of its question")
         if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
@@ -74,14 +78,6 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
 
 class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
     """Async variant of MultipleChoiceWorkflow, which plays each run on the runner's event loop."""
-
-
-def _gpqa_question(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return a GPQA row's question, its choices in an order that depends on it, and the right choice's index."""
-    right_answer = row["Correct Answer"].strip()
-    choices = [right_answer, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
-    random.Random(row["Question"]).shuffle(choices)
-    return row["Question"], choices, choices.index(right_answer)
 
 
 def _letter(truth: Any) -> str:

@@ -63,7 +63,9 @@ class CodeReward(RewardFn):
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         checks = _checks(truth)
-        program = _last_program(response)
+        blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
+        python_blocks = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
+        program = (python_blocks or [text for _, text in blocks] or [response])[-1]
         passed_count = 0
         with tempfile.TemporaryDirectory(prefix="judged-") as folder:
             judge = _Judge(Path(folder), self.seconds, self.memory)
@@ -160,7 +162,6 @@ def _wall_seconds(seconds: float) -> float:
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU time of all ended child processes of this process."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -223,7 +224,6 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _checks_something(statement: ast.stmt) -> bool:
-    """Return True if the statement asserts, raises or calls something when the test runs."""
     match statement:
         case ast.Assert(test=test):
             return not (isinstance(test, ast.Constant) and test.value)
@@ -242,16 +242,7 @@ def _checks_something(statement: ast.stmt) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """Return a program's input or output as text; a list has one line for each item."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _last_program(response: str) -> str:
-    """Return the last Python block of a response, else its last block, else all of it."""
-    blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
-    python_blocks = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
-    candidates: list[str] = python_blocks or [text for _, text in blocks] or [response]
-    return candidates[-1]
 
 
 def _process_state(pid: int) -> str:

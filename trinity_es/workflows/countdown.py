@@ -19,7 +19,6 @@ _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
 }
 _MAX_CHARACTERS = 1000
-"""Maximum length of an equation, in characters."""
 
 
 class CountDownRewardFn(RewardFn):

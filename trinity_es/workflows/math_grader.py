@@ -42,7 +42,6 @@ def parse_latex(text: str, *, answer: bool) -> list[Any]:
 
 
 def is_equal(gold: Any, target: Any) -> bool:
-    """Return whether the two are mathematically equal, as far as sympy can tell."""
     return bool(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 
 

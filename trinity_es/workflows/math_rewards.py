@@ -98,9 +98,10 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        lacks_think_form = with_think and not _has_think_form(response)
+        has_think_form = (response.count("<think>") == response.count("</think>") == 1
+                          and response.find("<think>") < response.find("</think>"))
         return {"accuracy": float(_is_equal(boxed_answer(response), _boxed_or_answer(truth))),
-                "format_score": -(format_score_coef or 0.1) if lacks_think_form else 0.0}
+                "format_score": -(format_score_coef or 0.1) if with_think and not has_think_form else 0.0}
 
 
 class MathEvalRewardFn(_Math):
@@ -205,30 +206,21 @@ def _is_equal(answer: str | None, truth: str) -> bool:
 
 
 def _parsed_tag_answer(text: str) -> Any:
-    """Return the parsed content of the first <answer> tag of a text; without a tag, the parsed text."""
     answer = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return _grader().parse_answer(answer.group(1) if answer else text)
 
 
 def _after_hashes(truth: Any) -> str:
-    """Return the text after the truth's `####`, or all of it."""
     return _required_text(truth).rpartition("####")[2].strip()
 
 
 def _boxed_or_answer(truth: Any) -> str:
-    """Return the content of the truth's last \\boxed{}; without one, the text after `####` or the whole truth."""
     answer = _after_hashes(truth)
     boxed = boxed_answer(answer)
     return answer if boxed is None else boxed
 
 
 def _required_text(truth: Any) -> str:
-    """Return the truth as text. Raises DataError if the row has none."""
     if truth is None:
         raise DataError("the row has no answer to compare with: set format.response_key to its key")
     return str(truth)
-
-
-def _has_think_form(text: str) -> bool:
-    """Return whether a text has exactly one <think>, before exactly one </think>."""
-    return text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")

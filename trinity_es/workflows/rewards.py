@@ -78,17 +78,18 @@ class Reward:
         self._name: Any = task.reward_fn
         self._row = task.raw_task or {}
         arguments = dict(task.reward_fn_args)
-        timeout = _timeout_of(reward, arguments)
+        timeout = arguments.pop("grader_timeout", getattr(reward, "grader_timeout", None))
+        if callable(timeout):
+            timeout = timeout(**arguments)
         self._signature = _signature_of(reward, arguments)
         self._function: Any
         if timeout is not None and workflow is not None:
             imports = getattr(reward, "grader_imports", "")
             self._function = functools.partial(_call_in_grader, task, workflow, timeout, imports, self._signature)
         else:
-            function = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
-            self._function = function
+            self._function = reward(**arguments) if isinstance(reward, type) else _Bound(reward, **arguments)
             if self._signature.is_trl:
-                self._function = functools.partial(_call_trl_reward, function, self._signature, task)
+                self._function = functools.partial(_call_trl_reward, self._function, self._signature, task)
 
     def __call__(self, *args: Any, **values: Any) -> Any:
         """Call the reward with the values that it has parameters for, and return its result.
@@ -127,19 +128,16 @@ class _Signature:
 
     names: frozenset[str]
     has_kwargs: bool
-    """True if the reward has `**kwargs`."""
     preset_names: frozenset[str]
     """Names set by `reward_fn_args`."""
     required_names: tuple[str, ...] = ()
     """Names without a default."""
 
     def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the values that the reward has parameters for."""
         return {name: value for name, value in values.items()
                 if (self.has_kwargs or name in self.names) and name not in self.preset_names}
 
     def missing_names(self, available: Collection[str]) -> list[str]:
-        """Return the required parameters that are not among these names."""
         return [name for name in self.required_names if name not in available and name not in self.preset_names]
 
     @property
@@ -163,7 +161,6 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
 
 def _require_arguments(reward: Any, missing_names: Collection[str], available: Collection[str]) -> None:
-    """Raise WorkflowError if arguments are missing. The error also names the available ones."""
     if missing_names:
         raise WorkflowError(f"the reward {_reward_name(reward)} needs {', '.join(missing_names)}, but only "
                             f"{', '.join(dict.fromkeys(available))} are available: set what is missing in "
@@ -196,14 +193,6 @@ def _signature(reward: Any, preset_names: frozenset[str]) -> _Signature:
         preset_names=frozenset() if is_class else preset_names,  # a class gets them in its constructor
         required_names=tuple(p.name for p in named_parameters if p.default is p.empty),
     )
-
-
-def _timeout_of(reward: Any, arguments: dict[str, Any]) -> float | None:
-    """Pop `grader_timeout` from the arguments and return it; without it, return the reward's own timeout."""
-    timeout = getattr(reward, "grader_timeout", None)
-    if "grader_timeout" in arguments:
-        timeout = arguments.pop("grader_timeout")
-    return timeout(**arguments) if callable(timeout) else timeout
 
 
 def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bytes]:
@@ -288,7 +277,6 @@ def _discard(*values: Any, **named_values: Any) -> None:
 
 
 async def _awaited_number(function: Any, result: Awaitable[Any]) -> float:
-    """Await the result of a TRL reward, and return its number."""
     return _only_number(function, await result)
 
 
@@ -335,7 +323,6 @@ def as_parts(result: Any, reward: Any) -> dict[str, float]:
 
 
 def _reward_name(reward: Any) -> str:
-    """Return a reward's name for errors: its name in the task, or the name of the class or function."""
     if isinstance(reward, str):
         return reward
     if isinstance(reward, type):

@@ -51,7 +51,10 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
     messages: list[dict[str, Any]] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt))
     for message in messages:  # templates take no parts, and vLLM's server joins them in the same way
-        message["content"] = _text(message.get("content"))
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(part["text"] for part in content if _is_text(part))
+        message["content"] = content or ""
     if system and messages[0]["role"] in _SYSTEM:
         messages[0]["content"] = f"{system}\n\n{messages[0]['content']}" if messages[0]["content"] else system
     elif system:
@@ -80,13 +83,6 @@ def plain_text(messages: list[dict[str, Any]]) -> str:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _text(content: Any) -> str:
-    """Return a message's content as text: its parts joined by newlines, or "" for None."""
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if _is_text(part))
-    return content or ""
 
 
 def _quoted(value: Any) -> str:

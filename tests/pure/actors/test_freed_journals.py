@@ -28,7 +28,7 @@ def test_promise_12_the_journal_of_a_unit_whose_engine_failed_outlives_its_ackno
     side._free_journal = lambda keys: EngineThread._free_journal(side, keys)  # type: ignore[arg-type]  # it has what is used
     side.free_journals = lambda keys, lost: EngineThread.free_journals.__wrapped__(side, keys, lost)  # type: ignore[attr-defined]  # the undecorated method
     runner = SimpleNamespace(
-        outbox=SimpleNamespace(acknowledge=lambda acks: outcomes), engine_side=side, units={}, final_report=None,
+        outbox=SimpleNamespace(acknowledge=lambda acks: outcomes), engine_thread=side, units={}, final_report=None,
         state="ended", accept_log_end=lambda end: True,
     )
     Runner.on_RunUnits(runner, SimpleNamespace(acks=(1,), items=[], end=None), None)  # type: ignore[arg-type]  # as above

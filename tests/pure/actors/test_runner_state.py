@@ -94,7 +94,7 @@ def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(
     told: dict[str, list[float]] = {"guardian": [], "coordinator": []}
     runner: Any = SimpleNamespace(
         now=lambda: now[0], after=lambda *_: None, beat=None, loop_answered_at=100.0, last_beat_at=100.0,
-        engine_side=side, config=SimpleNamespace(system=SimpleNamespace(hang_timeout=60.0)), final_report=None,
+        engine_thread=side, config=SimpleNamespace(system=SimpleNamespace(hang_timeout=60.0)), final_report=None,
         name="runner-0", incarnation=1, epoch=1, last_heartbeat=None, beat_count=0, coordinator=None,
         tell=lambda beat: told["coordinator"].append(round(beat.silent, 3)),
         send=lambda to, beat: told[to].append(round(beat.silent, 3)), guardian="guardian",

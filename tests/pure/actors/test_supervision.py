@@ -151,6 +151,6 @@ def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
         retire_coordinator_after_runners=lambda: None)
     Guardian.on_RunnerStatus(guardian, sent[0], "address")  # type: ignore[arg-type]
     assert ended == ["its engine did not start: OSError: [Errno 24] Too many open files"]
-    runner.engine_side = "there"  # what breaks later is said by what it belongs to
+    runner.engine_thread = "there"  # what breaks later is said by what it belongs to
     Runner.on_crash(runner, OSError())  # type: ignore[arg-type]
     assert len(sent) == 1

@@ -143,10 +143,10 @@ def publisher(config: Config, answer: Any) -> tuple[publishing.Publisher, list[t
         calls.append(command)
         return answer(command, log)
 
-    def read(stream: str) -> list[Any]:
-        return [SimpleNamespace(event=ev.WeightsPublished(version=1, path=log.path))] if log.path else []
+    def last(stream: str, type_name: str) -> Any:
+        return SimpleNamespace(event=ev.WeightsPublished(version=1, path=log.path)) if log.path else None
 
-    log.read = read
+    log.last = last
     return publishing.Publisher(config, call, lambda: log), calls  # type: ignore[arg-type,return-value]  # a fake log
 
 
