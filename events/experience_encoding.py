@@ -204,7 +204,7 @@ def fields_of(decoded: Decoded) -> list[Fields]:
 
 def array_fields_of(payload: Payload) -> list[Fields]:
     """Return the array fields of each experience of a payload without sources, as views of the payload."""
-    all_fields = [{**dict.fromkeys(ARRAYS), "multi_modal_inputs": {}} for _ in payload.items]
+    all_fields: list[Fields] = [{**dict.fromkeys(ARRAYS), "multi_modal_inputs": {}} for _ in payload.items]
     _set_arrays(all_fields, payload.columns)
     return all_fields
 

@@ -21,7 +21,7 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, P
 from trinity_es.events.experience_columns import ExperienceColumns
 from trinity_es.events.experience_rows import ParquetTable, json_lines
 from trinity_es.events.store.payloads.experiences import ExperienceReader
-from trinity_es.events.store.payloads.payloads import PayloadStore, later
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_lazily
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, evolve_timeline
 from trinity_es.projections.reading.log_reader import Log
@@ -56,7 +56,7 @@ def experience_tables(
     """
     freed = log.freed()
     streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
-    with closing(later(log.payloads)) as store:
+    with closing(open_lazily(log.payloads)) as store:
         for row in log.batches():
             if streams is not None and batch_stream(row.batch_id) not in streams:
                 continue

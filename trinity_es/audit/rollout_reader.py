@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.experiences import read_experiences
-from trinity_es.events.store.payloads.payloads import PayloadStore, later
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_lazily
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log
@@ -64,7 +64,7 @@ def read_runs(
     Without it, experiences that a pipeline operator added for the run are found too.
     """
     is_freed = any(row.payload is not None for row in rows) and log.was_freed(batch_id)
-    with closing(later(log.payloads)) as payloads:
+    with closing(open_lazily(log.payloads)) as payloads:
         return [_read_run(payloads, delivered, row, task_count, is_freed=is_freed) for row in rows]
 
 

@@ -17,7 +17,7 @@ from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
 from trinity_es.events.store.payloads.experiences import ExperienceReader
-from trinity_es.events.store.payloads.payloads import later
+from trinity_es.events.store.payloads.payloads import open_lazily
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log
@@ -79,7 +79,7 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
     """
     texts: dict[tuple[BatchId, int, int], str] = {}
     stored_rows = [row for row in rows if row.payload is not None]
-    with closing(later(log.payloads)) as payloads:
+    with closing(open_lazily(log.payloads)) as payloads:
         reader, last_digest = ExperienceReader(payloads), ""
         bytes_left = PREVIEW_BYTES
         for row in sorted(stored_rows, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
