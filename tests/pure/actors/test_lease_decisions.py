@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.decided import batch_of, unit
 from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
 from trinity_es.actors.coordinator.decisions.lease_decisions import GRACE_SECONDS
 from trinity_es.actors.lease_providers import MOST_BYTES, recordable_json
@@ -21,30 +22,20 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt, WorkflowError
 from trinity_es.events.secrets import Secret
 from trinity_es.events.values import BatchId
-from trinity_es.projections.batch import BatchState, fold
+from trinity_es.projections.batch import BatchState
 from trinity_es.projections.leases import OpenLease, OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
-NOW = 1000.0
+UNIT, NOW = unit(), 1000.0
+LOST = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2,
+                        kind="runner_lost", message="", retry=True)
 
 
 def batch(submission: str = "s", unit: ev.Unit = UNIT, incarnation: int = 2) -> BatchState:
-    found = fold([
+    return batch_of(
         ev.BatchSubmitted(batch_id=7, batch_type="train", repeat_times=[1], submission=submission, max_attempts=9),
         ev.TasksDispatched(runner="runner-0", incarnation=incarnation, units=[unit], model_version=0),
-    ])
-    assert found is not None
-    return found
-
-
-def failed(state: BatchState) -> BatchState:
-    found = fold([ev.AttemptFailed(
-        task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2, kind="workflow",
-        message="", retry=True,
-    )], state)
-    assert found is not None
-    return found
+    )
 
 
 def life(state: RunnerState = RunnerState.READY) -> RunnerLife:
@@ -57,6 +48,10 @@ def change(what: Any, **more: Any) -> LeaseChange:
 
 def reads_none(batch: BatchState, key: tuple[int, int]) -> bool:
     return False
+
+
+def reads(batch: BatchState, key: tuple[int, int]) -> bool:
+    return True
 
 
 TAKEN = change("taken", provider="m:C", args={"url": "u"}, ttl=100.0, creation_timeout=60.0)
@@ -116,8 +111,8 @@ def test_a_lease_expires_its_time_to_live_after_it_was_taken() -> None:
     (batch(), life(), ""),
     (None, life(), "its batch ended"),
     (batch(submission="another"), life(), "its batch ended"),
-    (failed(batch()), life(), "its attempt is over"),
-    (batch(unit=ev.Unit(task=0, run_id_base=0, runs=1, attempt=2)), life(), "its attempt is over"),
+    (batch_of(replace(LOST, kind="workflow"), state=batch()), life(), "its attempt is over"),
+    (batch(unit=unit(attempt=2)), life(), "its attempt is over"),
     (batch(incarnation=3), life(), "its attempt is over"),
     (batch(), None, "its runner is gone"),
     (batch(), life(RunnerState.LOST), "its runner is gone"),
@@ -157,8 +152,6 @@ def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
 
 # --- what the next attempt takes over -----------------------------------------------------------------------------
 ATTACHABLE = replace(TAKEN, attachable=True)
-LOST = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2,
-                        kind="runner_lost", message="", retry=True)
 KEPT = ev.AttemptKept(task=0, run_id_base=0, runs=1, attempt=1, runner="runner-0", incarnation=2, payload="p", calls=1,
                       open_calls=0, tokens=9, max_tokens=0, steps=0, seconds=1.0, not_kept={}, possibly_delivered=[])
 NEXT_UNIT = replace(UNIT, attempt=2)
@@ -167,13 +160,7 @@ LIVES = {("runner-0", 2): life(RunnerState.LOST), ("runner-0", 3): replace(life(
 
 
 def went(*events: ev.Event) -> BatchState:
-    found = fold(events, batch())
-    assert found is not None
-    return found
-
-
-def reads(state: BatchState, key: tuple[int, int]) -> bool:
-    return True
+    return batch_of(*events, state=batch())
 
 
 def first() -> OpenLeases:
