@@ -121,7 +121,6 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     told = why_unloadable(str(folder), None, False)
-    assert told is not None
     assert "model.safetensors can't be read" in told
 
 
