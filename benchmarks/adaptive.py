@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +27,11 @@ from typing import Any, cast
 
 import trinity_es
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, resting
+from benchmarks.systems import TINY, explore_config, running, token_rate
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import MultiTurnWorkflow
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import ConcurrencyChanged
-from trinity_es.system import lifecycle
 
 AUTO = "auto"
 AIM = 0.95
@@ -103,37 +102,15 @@ class System:
 
     def __init__(self, folder: str, model: str, places: int | str, stack: ExitStack) -> None:
         os.makedirs(folder)
-        self.config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "model": {"model_path": model},
-                "explorer": {
-                    "max_concurrency": places,
-                    "rollout_model": {
-                        "max_model_len": 256, "gpu_memory_utilization": 0.3,
-                        "engine_args": {"block_size": 32, "num_gpu_blocks_override": BLOCKS},
-                    },
-                },
-            },
-            folder=folder,
-        )
-        assert lifecycle.start(self.config)
-        self.client = stack.enter_context(trinity_es.connect(self.config))
-        stack.callback(self.client.shutdown)
-        self.client.wait_ready()
+        cache = {"block_size": 32, "num_gpu_blocks_override": BLOCKS}
+        self.config = explore_config(folder, places, {**TINY, "engine_args": cache}, model={"model_path": model})
+        self.client = stack.enter_context(running(self.config))
         self.number = 0
 
     def run(self, load: Workload) -> float:
         """Play a batch, and return its tokens per second from submit to the end of finalize."""
         self.number += 1
-        tasks = load.batch(self.number)
-        started = time.perf_counter()
-        self.client.submit_batch(batch_id=self.number, tasks=tasks, batch_type="train")
-        self.client.finalize_train_batch(self.number, timeout=600)
-        seconds = time.perf_counter() - started
-        tokens = sum(r.response_tokens for t in self.client.batch(self.number).tasks for r in t.done.values())
-        assert tokens == load.all_tokens, (tokens, load.all_tokens)
-        return tokens / seconds
+        return token_rate(self.client, self.number, load.batch(self.number), load.all_tokens)
 
     @property
     def places(self) -> int:

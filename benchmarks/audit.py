@@ -42,6 +42,7 @@ import psutil
 from sqlalchemy import text
 
 from benchmarks.compared import Watch, about, load_text, write_json
+from benchmarks.line_process import environment_without
 from benchmarks.sample_log import make
 from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
@@ -210,7 +211,7 @@ def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
 def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
     """Run a command, and return seconds, CPU seconds, peak MB, exit code and stderr."""
     # Installed packages are compiled. With this variable each command would compile all modules again.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env = environment_without("PYTHONDONTWRITEBYTECODE")
     with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
         started = time.perf_counter()
         process = subprocess.Popen(words, stdout=nowhere, stderr=said, env=env)

@@ -107,9 +107,9 @@ def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
 
 
 def coordinator_of(client: Any) -> int:
-    """Return the pid of the coordinator behind a client."""
+    """Return the pid of the coordinator behind a client, 0 if none is up."""
     children = client._link.where().status.get("children", [])
-    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
+    return next((int(c["pid"]) for c in children if c["name"] == "coordinator" and c["state"] == "up"), 0)
 
 
 def pids_of(client: Any) -> list[int]:

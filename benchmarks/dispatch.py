@@ -21,28 +21,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
 import trinity_es
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    alternate,
-    options_of,
-    pairs,
-    pids_of,
-    report,
-    resting,
-    sound,
-)
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, resting, sound
 from benchmarks.known_system import KnownSystem, known_system
+from benchmarks.systems import explore_config, play_batch, running
 from trinity_es.events.experience import Experience
-from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow, sampled
 
 TOKENS, PLACES = 512, 8
@@ -56,8 +44,6 @@ P95_AIM, IDEAL_AIM = 2.0, 0.95
 REPEATS = 5
 FIRST = 10**9
 """Number before the first batch's number."""
-READY_SECONDS = 300.0
-"""Time limit for runners to be ready; a hundred runners took more than a minute on two slow cores."""
 KNOWN = "the known system"
 DEFAULT = f"{KNOWN}, which keeps a copy"
 
@@ -113,16 +99,12 @@ class Bench:
         """Prepare a system. `url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: section
         `explorer.rollout_model`; `journal`: seconds between two records of the journal, 0: none; `payloads`: key
         `store.payloads`."""
-        self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
-        self.config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "explorer": {"max_concurrency": places, "rollout_model": rollout or {"engine_type": "scripted"},
-                             "progress": {"seconds": journal}},
-                "buffer": {"pipeline": {"operators": operators}},
-                "store": {"durability": durability, "payloads": payloads} | ({} if url is None else {"url": url}),
-            },
-            folder=self.folder.name,
+        self.stack = ExitStack()
+        self.config = explore_config(
+            self.stack.enter_context(tempfile.TemporaryDirectory(prefix="dispatch-")), places,
+            rollout or {"engine_type": "scripted"}, explorer={"progress": {"seconds": journal}},
+            buffer={"pipeline": {"operators": operators}},
+            store={"durability": durability, "payloads": payloads} | ({} if url is None else {"url": url}),
         )
         self.places = places
         self.next_id = FIRST
@@ -130,14 +112,11 @@ class Bench:
         """{batch: number of its experiences}."""
 
     def __enter__(self) -> Bench:
-        lifecycle.start(self.config)
-        self.client = trinity_es.connect(self.config)
-        self.client.wait_ready(READY_SECONDS)
+        self.client = self.stack.enter_context(running(self.config))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.shutdown()
-        self.folder.cleanup()
+        self.stack.close()
 
     @property
     def pids(self) -> list[int]:
@@ -151,10 +130,7 @@ class Bench:
         """Play a batch of `n` tasks, check that all finished, and return the seconds from submit to finalize."""
         self.next_id += 1
         batch = tasks(n, seconds, tokens, runs, reward)
-        started = perf_counter()
-        self.client.submit_batch(batch_id=self.next_id, tasks=batch, batch_type="train")
-        result = self.client.finalize_train_batch(self.next_id, timeout=120)
-        elapsed = perf_counter() - started
+        elapsed, result = play_batch(self.client, self.next_id, batch, timeout=120)
         if result["finished_task_count"] != n:
             raise SystemExit(f"batch {self.next_id}: {result['finished_task_count']} of {n} tasks are finished")
         self.made[self.next_id] = n * runs

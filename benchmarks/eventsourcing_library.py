@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import orjson
 from sqlalchemy.engine import make_url
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
+from benchmarks.line_process import LineProcess
 from benchmarks.log_append import GROUPS, Appended, append_all, check_log, groups_of, make_run
 from benchmarks.replay import replay_all
 from trinity_es.events.codec import check
@@ -51,36 +52,19 @@ def library_python() -> Path:
     return python
 
 
-class Library:
+class Library(LineProcess):
     """Process that runs `eventsourcing_child.py` with the library."""
 
     def __init__(self, python: Path, run: Sequence[Appended], file: Path) -> None:
         lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(check(e)[0])]) for stream, e in run]
         file.write_bytes(b"\n".join(lines))
-        script = Path(__file__).with_name("eventsourcing_child.py")
-        self.process = subprocess.Popen(
-            [str(python), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        if self.ask(file=str(file))["ready"] != len(run):
+        super().__init__([str(python), str(Path(__file__).with_name("eventsourcing_child.py"))], PATIENCE)
+        if self.order(file=str(file))["ready"] != len(run):
             raise SystemExit("the library's process has not read the whole run")
 
-    def ask(self, **order: Any) -> dict[str, Any]:
+    def order(self, **order: Any) -> dict[str, Any]:
         """Send a command, and return the answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{json.dumps(order)}\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
-            self.process.kill()
-            raise SystemExit(f"the library did not answer {order} in {PATIENCE} s")
-        if not (answer := self.process.stdout.readline()):
-            raise SystemExit(f"the library's process ended ({self.process.wait()}) at {order}")
-        return dict(json.loads(answer))
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        return dict(json.loads(self.ask(json.dumps(order))))
 
 
 def library_settings(url: str) -> dict[str, str]:
@@ -114,10 +98,10 @@ def measure(
 
     def theirs() -> float:
         settings = library_settings(places.new(kind))
-        seconds = library.ask(do="append", environment=settings, size=size, events=events)["seconds"]
-        folded = library.ask(do="replay", events=events)
+        seconds = library.order(do="append", environment=settings, size=size, events=events)["seconds"]
+        folded = library.order(do="replay", events=events)
         replayed["theirs"].append(folded["events"] / folded["seconds"])
-        if (right := library.ask(do="check", events=events)["right"]) != events:
+        if (right := library.order(do="check", events=events)["right"]) != events:
             raise SystemExit(f"the library has {right} of {events} events")
         return float(events / seconds)
 
@@ -140,15 +124,12 @@ def main() -> int:
             left_out.append(f"all of it: {PINS[0]} can't be had: {str(e.stderr or e).strip()[-300:]}")
             return report("The eventsourcing library", rows, watch, left_out, options.json)
         run = make_run(places.folder, max(GROUPS.values()) // part)
-        library = Library(python, run, places.folder / "run.jsonl")
-        try:
+        with closing(Library(python, run, places.folder / "run.jsonl")) as library:
             for kind in places.kinds:
                 for size, events in GROUPS.items():
                     appended, replayed = measure(places, kind, library, run[: events // part], size, repeats)
                     rows.append(appended)
                 rows.append(replayed)  # of the last size, which has the most events
-        finally:
-            library.close()
         left_out += places.missing
     return report("The same events in the eventsourcing library", rows, watch, left_out, options.json)
 

@@ -14,7 +14,6 @@ is 1 if the runs differ in anything but the reward: an engine samples other toke
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import psutil
 
 import trinity_es
 from benchmarks.compared import options_of, write_json
+from benchmarks.line_process import environment_without
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
@@ -43,9 +43,9 @@ LOAD_SECONDS = 180.0
 
 
 def start_command(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    env = {k: v for k, v in os.environ.items() if k != "TRINITY_ES_LOG"}
-    return subprocess.Popen([sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=environment_without("TRINITY_ES_LOG"),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def submitted_steps(config: Config) -> int:

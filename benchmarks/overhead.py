@@ -34,22 +34,12 @@ from typing import Any
 import psutil
 
 import trinity_es
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    coordinator_of,
-    family_of,
-    options_of,
-    pairs,
-    report,
-    sound,
-)
+from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, pairs, report, sound
+from benchmarks.systems import TINY, explore_config, running, token_rate
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.events.experience import Experience
-from trinity_es.system import lifecycle
 from trinity_es.workflows import SingleTurnWorkflow
 
 SYSTEM, NEXT = "You write numbers.", "more"
@@ -185,22 +175,13 @@ def through_system(
     each = max_tokens // (TURNS if case == "conversation" else 1)
     tasks = [
         trinity_es.Task(
-            workflow=workflow or WORKFLOWS[case],
-            repeat_times=runs,
-            raw_task={"prompt": text},
-            format_args={"system_prompt": SYSTEM},
-            rollout_args={"max_tokens": each, "ignore_eos": True},
+            workflow=workflow or WORKFLOWS[case], repeat_times=runs, raw_task={"prompt": text},
+            format_args={"system_prompt": SYSTEM}, rollout_args={"max_tokens": each, "ignore_eos": True},
             reward_fn="benchmarks.overhead:reward",
         )
         for text in texts
     ]
-    started = time.perf_counter()
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    client.finalize_train_batch(batch, timeout=600)
-    seconds = time.perf_counter() - started
-    tokens = sum(r.response_tokens for t in client.batch(batch).tasks for r in t.done.values())
-    assert tokens == len(texts) * runs * max_tokens, tokens
-    return tokens / seconds
+    return token_rate(client, batch, tasks, len(texts) * runs * max_tokens)
 
 
 def main() -> int:
@@ -215,17 +196,7 @@ def main() -> int:
     watch, rounds = Watch(), 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
-        config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "model": {"model_path": model},
-                "explorer": {
-                    "max_concurrency": options.tasks,
-                    "rollout_model": {"max_model_len": 256, "gpu_memory_utilization": 0.3},
-                },
-            },
-            folder=folder,
-        )
+        config = explore_config(folder, options.tasks, TINY, model={"model_path": model})
         found = measure(config, options, rounds)
     return report(
         f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens", rows(found, options), watch, [],
@@ -265,9 +236,7 @@ def measure(
     batch = 0
     try:
         assert pipe.recv() == "ready"
-        assert lifecycle.start(config)
-        with trinity_es.connect(config) as client:
-            client.wait_ready()
+        with running(config) as client:
             pin(*family_of(process.pid), *family_of(coordinator_of(client)))
             for number in range(rounds + 1):
                 for case, pair in found.items():
@@ -282,7 +251,6 @@ def measure(
                     if number:  # the first pair warms up
                         pair.append((alone, whole))
                 print(f"  pair {number} of {rounds} done" if number else "  warm", file=sys.stderr, flush=True)
-            client.shutdown()
         sound(config.store.url)
         pipe.send(None)
         process.join(60)
@@ -307,13 +275,8 @@ def spread(ratios: list[float], seed: int = 0) -> dict[str, float]:
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(10_000))
     lower, _, upper = statistics.quantiles(ratios, n=4)
     return {
-        "median": statistics.median(ratios),
-        "min": min(ratios),
-        "max": max(ratios),
-        "lower_quartile": lower,
-        "upper_quartile": upper,
-        "median_from": medians[250],
-        "median_to": medians[-251],
+        "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "lower_quartile": lower,
+        "upper_quartile": upper, "median_from": medians[250], "median_to": medians[-251],
     }
 
 

@@ -24,12 +24,12 @@ import psutil
 import trinity_es
 from benchmarks.compared import options_of, write_json
 from benchmarks.scale import A_TASK, int_list
+from benchmarks.systems import running
 from tests.helpers.faults import server
 from tests.helpers.hosts import KEY, host_joins, ready
 from tests.helpers.servers import free_port
-from tests.helpers.systems import end, pid_of, scripted, sleepers
+from tests.helpers.systems import pid_of, scripted, sleepers
 from tests.simulation.many import Plan, play
-from trinity_es.system import lifecycle
 
 IDLE_SECONDS = 5.0
 
@@ -50,10 +50,7 @@ def measure_real(hosts: int, tasks: int, places: int, seconds: float, repeats: i
         url, port = database.url(database.new_database()), free_port()
         here = {"address": f"127.0.0.1:{port}", "timeout": 20.0}
         config = scripted(folder / "head", store={"url": url}, hosts=here, explorer={"max_concurrency": places})
-        lifecycle.start(config)
-        client = trinity_es.connect(config)
-        stack.callback(end, client)
-        client.wait_ready(120)
+        client = stack.enter_context(running(config))
         for number in range(hosts):
             stack.enter_context(host_joins(url, f"h{number}", folder))
         for number in range(hosts):

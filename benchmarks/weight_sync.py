@@ -29,10 +29,10 @@ from typing import Any
 
 import trinity_es
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from benchmarks.systems import TINY, explore_config, running
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
-from trinity_es.system import lifecycle
 
 REQUESTS = 64
 BEFORE = 20
@@ -136,24 +136,9 @@ class Bench:
                 enlarge(model, *size.enlarged)
         self.tokens = size.tokens
         self.notes, self.seen = folder / "notes", 0
-        config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "model": {"model_path": str(self.models[0])},
-                "explorer": {
-                    "max_concurrency": REQUESTS,
-                    "rollout_model": {
-                        "engine_type": "benchmarks.weight_sync:WatchedEngine", "max_model_len": 256,
-                        "gpu_memory_utilization": 0.3,
-                    },
-                },
-            },
-            folder=str(folder),
-        )
-        assert lifecycle.start(config)
-        self.client = stack.enter_context(trinity_es.connect(config))
-        stack.callback(self.client.shutdown)
-        self.client.wait_ready()
+        engine = {**TINY, "engine_type": "benchmarks.weight_sync:WatchedEngine"}
+        config = explore_config(folder, REQUESTS, engine, model={"model_path": str(self.models[0])})
+        self.client = stack.enter_context(running(config))
         self.version = self.batch = 0
         self.changes: list[Change] = []
         """Changes of weights under load."""
