@@ -98,8 +98,6 @@ WORKLOADS = {
 
 
 class System:
-    """A system with one engine."""
-
     def __init__(self, folder: str, model: str, places: int | str, stack: ExitStack) -> None:
         os.makedirs(folder)
         cache = {"block_size": 32, "num_gpu_blocks_override": BLOCKS}
@@ -162,7 +160,6 @@ def run_alone(systems: dict[int | str, System], measured_one: int | str, load: W
 
 
 def compare_auto(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
-    """Return the row that compares `auto` with the best fixed number."""
     load = WORKLOADS[name]
     ways = {AUTO: partial(run_alone, systems, AUTO, load), "fixed": partial(run_alone, systems, best, load)}
     speeds = alternate(ways, rounds)

@@ -168,8 +168,6 @@ def page_queries(f: Facts) -> dict[str, dict[str, Any]]:
 
 
 class Table:
-    """Rows of measurements."""
-
     def __init__(self, only: str) -> None:
         self.only = only
         self.rows: list[dict[str, Any]] = []
@@ -191,7 +189,6 @@ class Table:
 
 
 def peak_megabytes() -> float:
-    """Return the peak memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

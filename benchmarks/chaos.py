@@ -66,8 +66,6 @@ class BlockingNap(Workflow):
 
 
 class Chaos:
-    """One chaos run on one store."""
-
     def __init__(
         self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Server | None = None,
         disk: Disk | None = None, clock: SteppedClock | None = None, *, batches: int = 4, tasks: int = 50,
@@ -112,7 +110,6 @@ class Chaos:
         return repeat_until_answered(self.config, ask, seconds, self.start_if_dead)
 
     def round_trip(self, batch: int, timeout: float) -> None:
-        """Submit a batch and finalize it."""
         tasks = self.tasks_of(batch)
         self.request(lambda c: c.submit_batch(batch_id=batch, tasks=tasks, batch_type="train"))
         self.submitted.add(batch)

@@ -23,8 +23,6 @@ BAD = {
 
 @dataclass
 class Account:
-    """Result of a chaos run."""
-
     backend: str
     faults: Counter[str] = field(default_factory=Counter)
     kills: int = 0
@@ -135,7 +133,6 @@ class Evidence:
 
 
 def report(account: Account) -> str:
-    """Return the account as a table."""
     times = sorted(account.recoveries)
     lines = [f"{account.backend}: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]

@@ -105,8 +105,6 @@ class Watch:
 
 
 class HostsChaos:
-    """One chaos run over several hosts."""
-
     def __init__(
         self, network: Network, database: Postgres, folder: Path, seed: int, *, hosts: int = 4, lanes: int = 6,
         tasks: int = 200, timeout: float = 15.0,
@@ -208,7 +206,6 @@ class HostsChaos:
         return self.account
 
     def random_faults(self, count: int) -> list[str]:
-        """Return `count` faults in a random order."""
         every = [kind for kind, often in KINDS.items() for _ in range(often)]
         self.random.shuffle(every)
         return [every[n % len(every)] for n in range(count)]
@@ -271,7 +268,6 @@ class HostsChaos:
         return fault
 
     def add_host(self, kind: str) -> Fault:
-        """Start the spare host, which joins the run."""
         fault = self.record_fault(kind, self.spare.name)
         self.spare.start()
         return fault
@@ -349,7 +345,6 @@ class HostsChaos:
             self.account.add_work(Work(log.events()), self.faults, quiet, busy, PLACES)
 
     def close(self) -> None:
-        """End the trainer and all machines."""
         self.trainer.kill()
         for machine in [*self.hosts.values(), self.spare, *self.heads]:
             machine.kill()

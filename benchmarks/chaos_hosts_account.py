@@ -91,8 +91,6 @@ def busy_shares(notes: Path, places: int, begin: float, end: float) -> dict[str,
 
 @dataclass
 class HostsAccount(Account):
-    """Result of a chaos run over several hosts."""
-
     over: list[str] = field(default_factory=list)
     blamed: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
@@ -207,7 +205,6 @@ def _epoch(hosts: Hosts, runner: str) -> int:
 
 
 def hosts_report(account: HostsAccount) -> str:
-    """Return the account as a table."""
     lines = [f"hosts: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
     lines.append(f"  {sum(account.faults.values()):>6}  faults in all; {account.epochs} times a host joined, "

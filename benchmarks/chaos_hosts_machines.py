@@ -26,8 +26,6 @@ LEAVE_SECONDS = 60.0
 
 
 class Machine:
-    """A machine, which can be started and killed."""
-
     def __init__(self, name: str, network: Network, folder: Path) -> None:
         self.name, self.network, self.folder = name, network, folder / name
         self.inside = network.add(name)
@@ -46,7 +44,6 @@ class Machine:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start the machine."""
         self.is_wanted = True
         with (self.folder / "said").open("a") as out:
             self.process = subprocess.Popen(
@@ -74,7 +71,6 @@ class Machine:
         return found
 
     def kill(self) -> None:
-        """Kill all processes of the machine with SIGKILL."""
         self.is_wanted = False
         first = self.first_process()
         if first is not None:
@@ -101,8 +97,6 @@ class Machine:
 
 
 class HostMachine(Machine):
-    """A machine that joins the run (`trinity-es join`)."""
-
     def __init__(self, name: str, network: Network, folder: Path, url: str) -> None:
         super().__init__(name, network, folder)
         self.url = url

@@ -50,7 +50,6 @@ class Disk:
                 f.write(b"\0" * 512)
 
     def free(self) -> None:
-        """Free the space that `fill` took."""
         for name in ("filler", "filler.last"):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -303,7 +303,6 @@ def measure(*, quick: bool, seed: int) -> Figures:
 
 
 def report(figures: Figures) -> str:
-    """Return the figures as a table."""
     lines = [f"{figures.kills} kills with the journal",
              "tokens generated again after a kill, in tokens of one interval: median (most) of the kills; in all"]
     groups = defaultdict(list)

@@ -54,8 +54,6 @@ def message(number: int, turn: int) -> str:
 
 
 class BySDK(Workflow):
-    """Workflow of the agent on the OpenAI SDK."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -201,7 +199,6 @@ def play_agents(url: str, kills: int, seed: int, width: int = 8) -> Agents:
 
 
 def trained_fields(experience: Experience) -> tuple[Any, ...]:
-    """Return the fields of an experience that a trainer reads."""
     e = experience
     arrays = [None if a is None else a.tolist() for a in (e.tokens, e.logprobs, e.action_mask)]
     return e.eid.task, e.eid.run, e.eid.step, e.prompt_length, e.reward, *arrays

@@ -132,12 +132,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Notes:
-    """The engine's notes, read from their folder."""
-
     folder: Path
 
     def requests(self) -> dict[str, list[Request]]:
-        """Return {prompt: requests}."""
         found = defaultdict(list)
         for file in self.folder.iterdir():
             if note := file.read_text():  # empty while it is being written
@@ -146,7 +143,6 @@ class Notes:
         return found
 
     def generated(self) -> dict[str, int]:
-        """Return {prompt: number of tokens generated for it}."""
         return {prompt: sum(r.given for r in requests) for prompt, requests in self.requests().items()}
 
     @property
@@ -211,7 +207,6 @@ class System:
         return list(read_experiences(payloads, state.experiences))
 
     def journal_bytes(self) -> int:
-        """Return the size of all journals in bytes."""
         with closing(open_journals(self.config.store.url)) as journals:
             return sum(len(part) for life in journals.lives() for part in journals.read(life))
 

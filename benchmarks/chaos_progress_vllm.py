@@ -116,7 +116,6 @@ async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int |
 
 
 async def compare(engine: VLLMEngine, name: str, n: int, seed: int) -> Compared:
-    """Compare `n` answers whose attempts died with `n` undisturbed answers."""
     calm = [a for a, *_ in await answer_all(engine, n, SAMPLING[name], None)]
     rough = await answer_all(engine, n, SAMPLING[name], seed)
     figures = {
@@ -203,7 +202,6 @@ class OnVLLM:
                         for c in going_on for what, p in c.p.items() if p < least]
 
     def report(self) -> list[str]:
-        """Return the figures as lines."""
         ms = {name: f"{value:.1f} ms" for name, value in self.first_tokens.items()}
         lines = [
             f"a real vLLM engine: {', '.join(f'{name} {value}' for name, value in self.killed.items())}",

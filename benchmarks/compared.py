@@ -92,7 +92,6 @@ class Row:
 
 
 def number_format(value: float) -> str:
-    """Return the format specification for a figure of this size."""
     return ",.0f" if abs(value) >= 100 else ".2f" if abs(value) >= 0.5 else ".3f"
 
 
@@ -245,14 +244,12 @@ def about(watch: Watch) -> dict[str, Any]:
 
 
 def load_text(beside: Mapping[str, Any]) -> str:
-    """Return the result of `Watch.other_load` as text."""
     others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
     return (f"Load average {beside['load_before']:.1f} before, {beside['load_after']:.1f} after; other processes over "
             f"{BUSY:.0%} of a core: {others}")
 
 
 def machine() -> dict[str, Any]:
-    """Return Python's version, operating system, cores and memory of this machine."""
     return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
             "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
 
@@ -290,7 +287,6 @@ class Databases:
         self.kinds = ["sqlite"] if self._server is None else ["sqlite", "postgresql"]
 
     def new(self, kind: str) -> str:
-        """Return the URL of an empty database."""
         if kind == "sqlite":
             self._number += 1
             return f"sqlite:///{self.folder}/log_{self._number}.sqlite"

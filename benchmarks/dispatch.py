@@ -49,7 +49,6 @@ DEFAULT = f"{KNOWN}, which keeps a copy"
 
 
 def full_reward(_: int) -> float:
-    """Return the default reward of each task."""
     return 1.0
 
 
@@ -137,7 +136,6 @@ class Bench:
         return elapsed
 
     def check(self, tokens: int = TOKENS) -> None:
-        """Check the experiences of the last batch."""
         check_experiences(list(self.client.experiences(self.next_id)), self.made[self.next_id], tokens)
 
     def check_named(self) -> None:
@@ -188,7 +186,6 @@ def in_turn(
 
 
 def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[Row]:
-    """Return the rows with p50 and p95 of batches of `n` tasks."""
     batches, few, aim = LATENCY[n]
     turns: list[list[float]] = []
 

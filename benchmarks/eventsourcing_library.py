@@ -68,7 +68,6 @@ class Library(LineProcess):
 
 
 def library_settings(url: str) -> dict[str, str]:
-    """Return the library's settings for a database."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         return {"PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": str(parsed.database)}

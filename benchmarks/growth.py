@@ -88,7 +88,6 @@ def log_of(events: int) -> Iterator[str]:
 
 
 def measure_long_log(part: int, events: int, verify: bool) -> list[Row]:
-    """Return the rows for a long log."""
     with ExitStack() as stack:
         urls = [stack.enter_context(log_of(n)) for n in (events, SHORT)]
         with ExitStack() as systems:
@@ -103,7 +102,6 @@ def measure_long_log(part: int, events: int, verify: bool) -> list[Row]:
 
 
 def measure_open_batches(part: int, counts: Sequence[int]) -> list[Row]:
-    """Return the rows for many open batches."""
     rows = []
     for count in counts[1:]:
         with ExitStack() as stack:
@@ -121,7 +119,6 @@ def measure_open_batches(part: int, counts: Sequence[int]) -> list[Row]:
 
 
 def measure_places(counts: Sequence[int]) -> list[Row]:
-    """Return the rows with tasks per second and place, for many places."""
     with ExitStack() as stack:
         systems = {str(n): system(stack, n) for n in counts}
         rates = measure_in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
@@ -135,7 +132,6 @@ def measure_places(counts: Sequence[int]) -> list[Row]:
 
 
 def measure_engines(part: int, counts: Sequence[int]) -> list[Row]:
-    """Return the rows for many third-party engines."""
     from benchmarks.stand_ins import model_folder, stand_ins
 
     rows = []
@@ -154,7 +150,6 @@ def measure_engines(part: int, counts: Sequence[int]) -> list[Row]:
 
 
 def measure_hosts(quick: bool) -> list[Row]:
-    """Return the rows with the coordinator's CPU time per task, for joined hosts."""
     from benchmarks.scale_real import measure_real
     from tests.helpers.hosts import KEY
 

@@ -49,7 +49,6 @@ def start_command(*args: object, cwd: Path) -> subprocess.Popen[str]:
 
 
 def submitted_steps(config: Config) -> int:
-    """Return the number of train steps in the log."""
     try:
         with trinity_es.open_log(config.store.url) as log:
             return sum(b.batch_type == "train" for b in log.batches())
@@ -100,7 +99,6 @@ def trained_steps(log: Log) -> list[int]:
 
 
 def figures_of(config: Config) -> dict[str, Any]:
-    """Return the figures of a run, from its log."""
     with trinity_es.open_log(config.store.url) as log:
         trained = trained_steps(log)
         finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
@@ -151,7 +149,6 @@ SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_fin
 
 
 def compare(*, steps: int, kills: int, undisturbed: int, seed: int, engine: str) -> dict[str, Any]:
-    """Play the undisturbed runs and the killed run, one after the other, and compare them."""
     chance = random.Random(seed)
     moments = [(step, chance.uniform(0.0, 0.3)) for step in sorted(chance.sample(range(2, steps), kills))]
     with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
@@ -168,7 +165,6 @@ def compare(*, steps: int, kills: int, undisturbed: int, seed: int, engine: str)
 
 
 def comparison_text(found: dict[str, Any]) -> str:
-    """Return the figures of both runs side by side, as text."""
     lines = [f"{'':<26}{'undisturbed':>16}{'killed, resumed':>18}"]
 
     def row(name: str, tell: Any) -> None:

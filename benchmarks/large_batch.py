@@ -80,7 +80,6 @@ def resident_megabytes(pid: int, what: str = "VmRSS") -> float:
 
 
 def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
-    """Return all processes of a client's system."""
     return [member for pid in pids_of(client) for member in family_of(pid)]
 
 
@@ -100,7 +99,6 @@ def measure_idle(seconds: float) -> dict[str, Any]:
 
 
 def rows_of(name: str, results: list[dict[str, float]]) -> list[Row]:
-    """Return the rows of one kind of batch."""
     spread = {key: Spread.of([one[key] for one in results]) for key in results[0]}
     return [
         Row(f"{name}: submit", "s", spread["submit_s"]),

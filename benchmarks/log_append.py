@@ -183,14 +183,12 @@ DRIVERS: dict[str, type[Sqlite] | type[Psycopg]] = {"sqlite": Sqlite, "postgresq
 
 
 def stored_rows(url: str) -> list[tuple[Any, ...]]:
-    """Return the rows of a log as they are stored."""
     with EventLog.open(url, read_only=True) as log:
         rows = log.query(lambda c: c.execute(text("SELECT * FROM es_event ORDER BY position")).all())
     return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows]
 
 
 def digest(rows: Iterable[tuple[Any, ...]]) -> str:
-    """Return one digest of all values of all rows."""
     sha = hashlib.sha256()
     for row in rows:
         sha.update(repr(tuple(row)).encode())

@@ -109,7 +109,6 @@ class Bare:
         self.count = 0
 
     async def run(self, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
-        """Play all prompts at once, and return tokens per second."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

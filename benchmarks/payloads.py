@@ -74,8 +74,6 @@ S3_AIM, S3_CPU_AIM = 0.8, 1.1
 
 
 class Store:
-    """The payload files of a run."""
-
     def __init__(self, url: str) -> None:
         self.root = Path(f"{Path(parse_url(url).database or '').absolute()}.payloads")
 
@@ -87,7 +85,6 @@ class Store:
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
     def read(self, digests: Sequence[str]) -> int:
-        """Read these files, and return their total size in bytes."""
         return sum(len(self.path(d).read_bytes()) for d in digests)
 
     def read_checked(self, digests: Sequence[str]) -> int:
@@ -122,7 +119,6 @@ def compute_values(columns: ExperienceColumns) -> int:
 
 
 def number_count(count: int, tokens: int) -> int:
-    """Return the number of tokens and logprobs of a batch."""
     return count * (tokens + tokens - tokens // 2)
 
 

@@ -105,7 +105,6 @@ def read_model_rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def rebuild(url: str) -> int:
-    """Rebuild the read models, and return the number of applied events."""
     with EventLog.open(url, projectors=projectors()) as log:
         return log.rebuild()
 

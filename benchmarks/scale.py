@@ -30,7 +30,6 @@ STANDING = ("beats", "timers")
 
 
 def live_state_bytes(live: Any) -> int:
-    """Return the bytes of the coordinator's live state."""
     seen: set[int] = set()
     total, todo = 0, [live.batches, live._tasks, live.in_flight, live.lives, live.hosts, live.ended_batches]
     while todo:
@@ -56,7 +55,6 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def play_plan(plan: Plan) -> dict[str, Any]:
-    """Play a plan and return its figures."""
     size = 0
 
     def full(world: ManyWorld) -> bool:

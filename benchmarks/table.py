@@ -34,8 +34,6 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table."""
-
     id: str
     what: str
     ours: str = ""
@@ -88,7 +86,6 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
 
 
 def markdown(table: list[Line]) -> Iterator[str]:
-    """Yield the lines of the table in Markdown."""
     yield "| | what | here | against | | here / that | aim | |"
     yield "|---|---|---|---|---|---|---|---|"
     for one in table:

@@ -74,7 +74,6 @@ class Trainee:
             f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
 
     def start(self) -> None:
-        """Start the trainer's process."""
         given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
         with (self.folder / "trainer.log").open("ab") as log:
             self.process = self.launch(["-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)], log, log)
@@ -126,7 +125,6 @@ class Trainee:
             self.process.wait()
 
     def end(self) -> None:
-        """End the trainer and its system."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

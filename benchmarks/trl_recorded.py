@@ -55,7 +55,6 @@ def _with_rows(letters: Any) -> Any:
 
 
 def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
-    """Train to the end, and write the eval reward."""
     train.letters = _with_rows(train.letters)
 
     def recorded(reward: list[float | None], **columns: Any) -> list[float | None]:
