@@ -30,9 +30,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
@@ -192,15 +193,8 @@ class Chaos:
         self.account.person += self.faults.trouble
         self.account.ended = self.faults.ended
         self.account.left = [p.pid for p in leftovers(self.config)]
-        Evidence(
-            self.config.store.url,
-            self.tasks,
-            self.submitted,
-            self.finalized,
-            self.notes / "ran",
-            self.seen,
-            self.injected,
-        ).add_to(self.account)
+        Evidence(self.config.store.url, self.tasks, self.submitted, self.finalized, self.notes / "ran", self.seen,
+                 self.injected).add_to(self.account)
         return self.account
 
     def pause(self, at: float) -> None:
@@ -224,12 +218,11 @@ class Chaos:
         self.round_trip(number, 60)
         database.fail_over()
         self.watched.set()  # its positions are of the newer data
-        for what in ("the server failed over", "the coordinator was killed", "every process was killed"):
-            if what == "the coordinator was killed":
-                kill(by_kind(self.config).get("coordinator", []))
-            elif what == "every process was killed":
-                kill([p for group in by_kind(self.config).values() for p in group])
-            self.expect_refusal(what, number + 1)
+        self.expect_refusal("the server failed over", number + 1)
+        kill(by_kind(self.config).get("coordinator", []))
+        self.expect_refusal("the coordinator was killed", number + 1)
+        kill([p for group in by_kind(self.config).values() for p in group])
+        self.expect_refusal("every process was killed", number + 1)
         end_system(self.config)
         database.fail_over()
         self.start_if_dead()
@@ -250,32 +243,15 @@ class Chaos:
                 return
             except (TrinityError, TimeoutError, OSError) as e:
                 last = f"{type(e).__name__}: {e}"
-                with contextlib.suppress(AlreadyRunning, StartupError):
-                    try:
-                        if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
-                            lifecycle.start(self.config)
-                    except LogRewound:
-                        return
+                try:
+                    self.start_if_dead()
+                except LogRewound:
+                    return
                 time.sleep(0.2)
         self.account.not_told.append(f"after {what} nobody was told of it in {TOLD_SECONDS:.0f} s: {last}")
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for all processes that are started in this block."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def chaos(
     backend: str, *, kills: int, seconds: float, seed: int, batches: int = 4, tasks: int = 50, special: bool = False,
     namespace: bool = False, payloads: str = "",
@@ -295,7 +271,7 @@ def chaos(
         clock = SteppedClock(beside, namespace=namespace) if special else None
         if clock is not None:
             stack.callback(clock.close)
-            stack.enter_context(_environment(clock.environment))
+            stack.enter_context(mock.patch.dict(os.environ, clock.environment))
         database = Server(str(folder / "data"), durable=True) if backend == "postgresql" else None
         if database is not None:
             stack.callback(database.cleanup)

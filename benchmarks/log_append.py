@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psycopg
 from sqlalchemy import text
@@ -109,19 +109,6 @@ def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) ->
         raise SystemExit(f"{url} is not sound: {problems[0]}")
 
 
-class Inserts(Protocol):
-    """Driver-level access to a table with the log's columns."""
-
-    def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert the rows in one transaction, and return when they are durable."""
-
-    def rows(self) -> Iterable[tuple[Any, ...]]:
-        """Return all rows, in order."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
 _COLUMNS = [column.name for column in schema.events.columns]
 _INDEXES = [
     "CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0",
@@ -139,7 +126,19 @@ def _table(number: str, small: str, binary: str, real: str) -> str:
     return f"CREATE TABLE es_event ({columns}, UNIQUE (stream, version))"
 
 
-class Sqlite:
+class Driver:
+    """Driver-level access to a table with the log's columns."""
+
+    connection: Any
+
+    def rows(self) -> Iterable[tuple[Any, ...]]:
+        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Sqlite(Driver):
     def __init__(self, url: str) -> None:
         self.connection = sqlite3.connect(str(parse_url(url).database), isolation_level=None)
         self.connection.execute("PRAGMA journal_mode=WAL")
@@ -149,18 +148,13 @@ class Sqlite:
         self.statement = f"INSERT INTO es_event VALUES ({', '.join('?' * len(_COLUMNS))})"
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert the rows in one transaction, and return when they are durable."""
         self.connection.execute("BEGIN IMMEDIATE")
         self.connection.executemany(self.statement, rows)
         self.connection.execute("COMMIT")
 
-    def rows(self) -> Iterable[tuple[Any, ...]]:
-        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
 
-    def close(self) -> None:
-        self.connection.close()
-
-
-class Psycopg:
+class Psycopg(Driver):
     def __init__(self, url: str) -> None:
         self.connection = psycopg.connect(url, autocommit=True)
         self.connection.execute("SET synchronous_commit = on")
@@ -169,14 +163,9 @@ class Psycopg:
         self.statement = f"INSERT INTO es_event VALUES ({', '.join(['%s'] * len(_COLUMNS))})".encode()
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert the rows in one transaction, and return when they are durable."""
         with self.connection.transaction(), self.connection.cursor() as cursor:
             cursor.executemany(self.statement, rows)
-
-    def rows(self) -> Iterable[tuple[Any, ...]]:
-        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 DRIVERS: dict[str, type[Sqlite] | type[Psycopg]] = {"sqlite": Sqlite, "postgresql": Psycopg}
@@ -195,7 +184,7 @@ def digest(rows: Iterable[tuple[Any, ...]]) -> str:
     return sha.hexdigest()
 
 
-def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> float:
+def insert_all(driver: Sqlite | Psycopg, rows: Sequence[tuple[Any, ...]], size: int) -> float:
     """Insert all rows in transactions of `size` rows, check them, and return the seconds of the inserts."""
     started = time.perf_counter()
     for first in range(0, len(rows), size):

@@ -102,10 +102,8 @@ class _Model(SimulatedRun):
         reason = self.hostile_or("its process ended with signal 9")
         runner.up = False
         if self.chance.random() < 0.2:
-            self.tell(f"runner/{runner.name}", ev.RunnerFailed(
-                runner=runner.name, incarnation=runner.incarnation, reason="EngineDeadError: the engine core is gone"))
-        self.tell(f"runner/{runner.name}", ev.RunnerLost(
-            runner=runner.name, incarnation=runner.incarnation, reason=reason))
+            self.tell_runner(runner, ev.RunnerFailed, reason="EngineDeadError: the engine core is gone")
+        self.tell_runner(runner, ev.RunnerLost, reason=reason)
         if self.open is not None:
             for event in decisions.lose_runner(self.open.state, runner.name, runner.incarnation, reason):
                 self.record(self.open, event)
@@ -324,13 +322,8 @@ class _Model(SimulatedRun):
             event = entry.event
             assert isinstance(event, ev.RunsFinished)
             raw += [(event.task, r.run, event.model_version, event.model_version_end) for r in event.runs]
-        taken: list[tuple[int, int, int, int]] = []
-        gone: list[tuple[int, int, int, int]] = []
-        settled = batch.state.statuses
-        for item in sorted(raw):
-            same = len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0
-            (gone if same else taken).append(item)
-        taken = [item for item in taken if item[0] in settled]
+        gone = [item for item in sorted(raw) if len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0]
+        taken = [item for item in sorted(raw) if item not in gone and item[0] in batch.state.statuses]
         if self.store is not None and self.keeping and raw:
             made = {item[:2]: self._experience(batch, *item) for item in raw}
             data = Experience.serialize_many([made[item[:2]] for item in raw])
