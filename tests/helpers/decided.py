@@ -6,7 +6,6 @@ from typing import Any
 
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.batch import BatchState, fold
 
 
 def submitted(tasks: int = 2, runs: int = 1, **changes: Any) -> ev.BatchSubmitted:
@@ -15,13 +14,6 @@ def submitted(tasks: int = 2, runs: int = 1, **changes: Any) -> ev.BatchSubmitte
         "max_attempts": 2, "submission": "s1",
     }
     return ev.BatchSubmitted(**(values | changes))
-
-
-def batch_of(*events: ev.Event, state: BatchState | None = None) -> BatchState:
-    """Return the batch that these events make of `state`, None: of no batch."""
-    found = fold(events, state)
-    assert found is not None
-    return found
 
 
 def dispatched(*units: ev.Unit, runner: str = "runner-0") -> ev.TasksDispatched:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.decided import batch_of
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import collect_decisions
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
@@ -15,7 +14,7 @@ from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState
-from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.reading.log_reader import recomputed_result
 
 
@@ -28,9 +27,10 @@ def schedule(state: BatchState | None, n: int = 2, *, request: str, **changed: A
 
 
 def opened(*requests: str) -> BatchState:
-    state = None
+    state: BatchState | None = None
     for request in requests:
-        state = batch_of(*schedule(state, request=request), state=state)
+        state = fold(schedule(state, request=request), state)
+    assert state is not None
     return state
 
 
@@ -92,7 +92,7 @@ def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:
     assert collect_decisions.end_if_done(state) == []
     state = done(state, 1, 3)
     assert collect_decisions.end_if_done(state) == []  # nobody has taken them
-    state = batch_of(*collect_decisions.take(state, [1, 3], "b"), state=state)
+    state = fold(collect_decisions.take(state, [1, 3], "b"), state) or state
     [end] = collect_decisions.end_if_done(state)
     assert isinstance(end, ev.BatchFinalized)
     assert (len(end.experiences), end.selected) == (8, 8)
@@ -114,7 +114,7 @@ def test_p22_the_rest_is_dropped_with_or_without_what_it_finished(partial: bool)
     assert state.ready_tasks() == ([0, 1] if partial else [0])
     assert (state.open_task_count, state.pending, state.flights) == (0, {}, {})
     assert collect_decisions.drop_rest(state, reason="late", return_partial=partial) == []
-    state = batch_of(*collect_decisions.take(state, state.ready_tasks(), "a"), state=state)
+    state = fold(collect_decisions.take(state, state.ready_tasks(), "a"), state) or state
     [end] = collect_decisions.end_if_done(state)
     assert isinstance(end, ev.BatchFinalized)
     assert end.selected == (3 if partial else 2)
@@ -122,7 +122,7 @@ def test_p22_the_rest_is_dropped_with_or_without_what_it_finished(partial: bool)
 
 def test_p18_a_batch_of_which_nothing_came_ends_aborted() -> None:
     state = opened("one")
-    state = batch_of(*collect_decisions.drop_rest(state, reason="late", return_partial=True), state=state)
+    state = fold(collect_decisions.drop_rest(state, reason="late", return_partial=True), state) or state
     [end] = collect_decisions.end_if_done(state)
     assert isinstance(end, ev.BatchAborted)
     assert end.reason == "late"
@@ -131,11 +131,11 @@ def test_p18_a_batch_of_which_nothing_came_ends_aborted() -> None:
 def test_p16_nothing_of_a_paused_batch_is_dispatched() -> None:
     state = opened("one")
     capacity = Capacity(name="r", incarnation=1, model_version=0, places=4, load=0, limit=4)
-    state = batch_of(*collect_decisions.pause(state, "stopped"), state=state)
+    state = fold(collect_decisions.pause(state, "stopped"), state) or state
     assert collect_decisions.pause(state, "stopped") == []
     assert batches.dispatch([state], [capacity]) == []
     assert type(schedule(state, request="two")[0]) is ev.BatchResumed  # who schedules wants it to run
-    state = batch_of(*collect_decisions.resume(state), state=state)
+    state = fold(collect_decisions.resume(state), state) or state
     assert collect_decisions.resume(state) == []
     [(_, event)] = batches.dispatch([state], [capacity], 1.5)
     assert event.timeout == 1.5

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import decided
-from tests.helpers.decided import SUBMIT, batch_of, finished, unit
 from tests.helpers.handmade import write
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions import cut_tasks
@@ -24,38 +22,49 @@ KEPT = ev.AttemptKept(task=1, run_id_base=0, runs=2, attempt=1, runner="runner-0
 
 
 def submitted(batch_id: BatchId, *continues: ev.ContinuedTask) -> list[ev.Event]:
-    return batches.submit(None, **SUBMIT | {
-        "batch_id": batch_id, "repeat_times": [2, 2, 2], "tasks": [{}] * 3, "min_wait_num": 1,
-        "submission": f"s{batch_id}", "continues": continues,
-    })
+    return batches.submit(
+        None, batch_id=batch_id, batch_type="train", repeat_times=[2, 2, 2], tasks=[{}] * 3, tasks_digest=None,
+        min_wait_num=1, max_attempts=2, runs_per_unit=None, detailed_stats=False, submission=f"s{batch_id}",
+        continues=continues,
+    )
 
 
 def dispatched(*tasks: int) -> ev.Event:
-    return decided.dispatched(*(unit(task, runs=2) for task in tasks))
+    units = [ev.Unit(task=task, run_id_base=0, runs=2, attempt=1) for task in tasks]
+    return ev.TasksDispatched(runner="runner-0", incarnation=1, units=units, model_version=0)
 
 
 def ended(state: BatchState | None, *, cut: bool = True) -> BatchState:
     """Finalize a batch after what task 1 has was kept."""
-    state = batch_of(dispatched(0, 1, 2), KEPT, state=state)
-    state = batch_of(*batches.start_finalizing(state, cut=cut), state=state)
-    return batch_of(*batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0), state=state)
+    state = fold([dispatched(0, 1, 2), KEPT], state)
+    assert state is not None
+    state = fold(batches.start_finalizing(state, cut=cut), state)
+    assert state is not None
+    state = fold(batches.end_finalizing(state, metrics={}, experiences=[], selected=0, dropped=0), state)
+    assert state is not None
+    return state
 
 
 def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> None:
     earlier = ended(fold(submitted(1)))
     assert earlier.cut == {0, 1, 2}
+    assert earlier.final_result is not None
     assert earlier.final_result["metrics"]["rollout/cut_task_count"] == 3
     for cuts in (1, 2):
         task = cut_tasks.continued_task(0, earlier, 1 if cuts == 1 else 0)
         assert task == ev.ContinuedTask(task=0, batch_id=cuts, cut_task=1 if cuts == 1 else 0, cuts=cuts)
-        state = batch_of(*submitted(cuts + 1, task))
+        state = fold(submitted(cuts + 1, task))
+        assert state is not None
         [event] = cut_tasks.kept_attempts(task, earlier, state) or [None]
         if cuts == 1:
             assert event == replace(KEPT, task=0, attempt=0)
-            assert batch_of(event, dispatched(0), state=state).flights[0, 0].kept == event
+            state = fold([event, dispatched(0)], state)
+            assert state is not None
+            assert state.flights[0, 0].kept == event
         else:
             assert event is None, "nothing was kept of it"
         earlier = ended(fold(submitted(cuts + 1, task)))
+        assert earlier.final_result is not None
         assert earlier.final_result["metrics"]["rollout/continued_task_count"] == 1
 
 
@@ -71,16 +80,22 @@ def test_only_what_an_ended_batch_cut_goes_on(earlier: BatchState | None, number
 def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_stale(
     cuts: int, bound: int | None, waits: bool
 ) -> None:
-    state = batch_of(*submitted(9, ev.ContinuedTask(task=2, batch_id=8, cut_task=0, cuts=cuts)))
+    state = fold(submitted(9, ev.ContinuedTask(task=2, batch_id=8, cut_task=0, cuts=cuts)))
+    assert state is not None
     assert cut_tasks.has_uncuttable_task(state, bound) is waits
-    assert not cut_tasks.has_uncuttable_task(evolve(state, finished(2, runs=2)), bound)
+    runs = [ev.RunResult(run=run, metrics={"reward": 1.0}) for run in range(2)]
+    done = ev.TaskFinished(task=2, run_id_base=0, attempt=1, runner="runner-0", incarnation=1, runs=runs, payload=None,
+                           model_version=0, model_version_end=0, seconds=1.0)
+    assert not cut_tasks.has_uncuttable_task(evolve(state, done), bound)
 
 
 def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
-    state = batch_of(*submitted(1), dispatched(0, 1, 2))
-    given_up = batches.fail_finalizing(state, "no operator")
-    state = batch_of(*batches.start_finalizing(state, cut=True), *given_up, state=state)
-    state = batch_of(*batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state=state)
+    state = fold([*submitted(1), dispatched(0, 1, 2)])
+    assert state is not None
+    state = fold([*batches.start_finalizing(state, cut=True), *batches.fail_finalizing(state, "no operator")], state)
+    assert state is not None
+    state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
+    assert state is not None
     assert state.cut == {0, 2}
 
 

@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 
 from tests.helpers.bdd import Given, given
-from tests.helpers.decided import SUBMIT, batch_of, dispatched, finished, outcome, submitted, unit
+from tests.helpers.decided import SUBMIT, dispatched, finished, outcome, submitted, unit
 from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState, Status
 from trinity_es.projections.batch import BatchState, batch_result, fold
+
+
+def batch_of(*events: ev.Event) -> BatchState:
+    found = fold(events)
+    assert found is not None
+    return found
 
 
 class TestSubmit:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.decided import batch_of, unit
 from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
 from trinity_es.actors.coordinator.decisions.lease_decisions import GRACE_SECONDS
 from trinity_es.actors.lease_providers import MOST_BYTES, recordable_json
@@ -22,20 +21,30 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt, WorkflowError
 from trinity_es.events.secrets import Secret
 from trinity_es.events.values import BatchId
-from trinity_es.projections.batch import BatchState
+from trinity_es.projections.batch import BatchState, fold
 from trinity_es.projections.leases import OpenLease, OpenLeases, check_attachment, evolve_leases
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-UNIT, NOW = unit(), 1000.0
-LOST = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2,
-                        kind="runner_lost", message="", retry=True)
+UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
+NOW = 1000.0
 
 
 def batch(submission: str = "s", unit: ev.Unit = UNIT, incarnation: int = 2) -> BatchState:
-    return batch_of(
+    found = fold([
         ev.BatchSubmitted(batch_id=7, batch_type="train", repeat_times=[1], submission=submission, max_attempts=9),
         ev.TasksDispatched(runner="runner-0", incarnation=incarnation, units=[unit], model_version=0),
-    )
+    ])
+    assert found is not None
+    return found
+
+
+def failed(state: BatchState) -> BatchState:
+    found = fold([ev.AttemptFailed(
+        task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2, kind="workflow",
+        message="", retry=True,
+    )], state)
+    assert found is not None
+    return found
 
 
 def life(state: RunnerState = RunnerState.READY) -> RunnerLife:
@@ -48,10 +57,6 @@ def change(what: Any, **more: Any) -> LeaseChange:
 
 def reads_none(batch: BatchState, key: tuple[int, int]) -> bool:
     return False
-
-
-def reads(batch: BatchState, key: tuple[int, int]) -> bool:
-    return True
 
 
 TAKEN = change("taken", provider="m:C", args={"url": "u"}, ttl=100.0, creation_timeout=60.0)
@@ -111,8 +116,8 @@ def test_a_lease_expires_its_time_to_live_after_it_was_taken() -> None:
     (batch(), life(), ""),
     (None, life(), "its batch ended"),
     (batch(submission="another"), life(), "its batch ended"),
-    (batch_of(replace(LOST, kind="workflow"), state=batch()), life(), "its attempt is over"),
-    (batch(unit=unit(attempt=2)), life(), "its attempt is over"),
+    (failed(batch()), life(), "its attempt is over"),
+    (batch(unit=ev.Unit(task=0, run_id_base=0, runs=1, attempt=2)), life(), "its attempt is over"),
     (batch(incarnation=3), life(), "its attempt is over"),
     (batch(), None, "its runner is gone"),
     (batch(), life(RunnerState.LOST), "its runner is gone"),
@@ -152,6 +157,8 @@ def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
 
 # --- what the next attempt takes over -----------------------------------------------------------------------------
 ATTACHABLE = replace(TAKEN, attachable=True)
+LOST = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2,
+                        kind="runner_lost", message="", retry=True)
 KEPT = ev.AttemptKept(task=0, run_id_base=0, runs=1, attempt=1, runner="runner-0", incarnation=2, payload="p", calls=1,
                       open_calls=0, tokens=9, max_tokens=0, steps=0, seconds=1.0, not_kept={}, possibly_delivered=[])
 NEXT_UNIT = replace(UNIT, attempt=2)
@@ -160,7 +167,13 @@ LIVES = {("runner-0", 2): life(RunnerState.LOST), ("runner-0", 3): replace(life(
 
 
 def went(*events: ev.Event) -> BatchState:
-    return batch_of(*events, state=batch())
+    found = fold(events, batch())
+    assert found is not None
+    return found
+
+
+def reads(state: BatchState, key: tuple[int, int]) -> bool:
+    return True
 
 
 def first() -> OpenLeases:
@@ -203,6 +216,7 @@ def test_a_lease_of_a_lost_attempt_waits_while_its_run_may_go_on() -> None:
 def test_the_next_attempt_takes_over_what_it_asks_for_and_the_old_lease_ends_when_it_has_it() -> None:
     leases, state = first(), went(LOST, KEPT, NEXT)
     event = second(leases, state)
+    assert isinstance(event, ev.LeaseTaken)
     assert (event.attaches, event.unit.attempt, event.incarnation) == ("es-1", 2, 3)
     evolve_leases(leases, event)
     check_attachment(leases, event)
@@ -219,7 +233,9 @@ def test_the_next_attempt_takes_over_what_it_asks_for_and_the_old_lease_ends_whe
 @pytest.mark.parametrize("more", [{"number": 1}, {"args": {"url": "v"}}, {"provider": "m:D"}, {"run": 1},
                                   {"attachable": False}])
 def test_a_lease_that_differs_is_a_new_one(more: dict[str, Any]) -> None:
-    assert second(first(), went(LOST, KEPT, NEXT), **more).attaches == ""
+    event = second(first(), went(LOST, KEPT, NEXT), **more)
+    assert isinstance(event, ev.LeaseTaken)
+    assert event.attaches == ""
 
 
 def test_none_is_taken_over_twice_or_by_a_run_that_starts_over() -> None:

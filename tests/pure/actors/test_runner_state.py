@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,11 +47,12 @@ def test_p14_where_nothing_plays_the_last_run_is_told_with_its_end() -> None:
 
 def test_p14_a_second_attempt_is_shown_while_the_first_is_still_ending() -> None:
     played = RunActivity(ManualClock())
-    first = contextlib.ExitStack()
-    first.enter_context(played.show("7/0/0", 1, 0))
-    with played.show("7/0/0", 1, 0):
-        first.close()
-        assert [row["workflow_id"] for row in played.running()] == ["7/0/0"]
+    first, second = played.show("7/0/0", 1, 0), played.show("7/0/0", 1, 0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [row["workflow_id"] for row in played.running()] == ["7/0/0"]
+    second.__exit__(None, None, None)
     assert played.running() == []
 
 
@@ -78,19 +78,6 @@ def test_p14_the_table_has_a_line_a_runner() -> None:
         ["judge-0", "judge", "ready,", "silent", "3", "0", "0", "-", "-"],
         ["runner-0", "rollout", "ready", "3", "2", "1", "7/0/3", "12.3"],
     ]
-
-
-def test_runs_that_wait_for_something_outside_are_counted_and_the_longest_is_told() -> None:
-    played = RunActivity(count(1.0).__next__)
-    with played.show("1/0/0", 1, 0) as first, played.show("1/0/1", 1, 0) as second, played.show("1/1/0", 1, 0):
-        assert played.waiting_text() == ""
-        second["state"] = {"waits_for": "the other server"}
-        assert played.waiting_text() == "1 of its runs waits for the other server"
-        first["state"] = {"waits_for": "the server"}
-        assert played.waiting_text() == "2 of its runs wait for the server"
-        first["state"], second["state"] = {"waits_for": ""}, {"waits_for": 7}
-        assert played.waiting_text() == "", "one that waits no more, and what is no text"
-    assert played.waiting_text() == ""
 
 
 @pytest.mark.parametrize(("answers", "silent", "to_coordinator"), [

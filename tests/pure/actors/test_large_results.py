@@ -1,4 +1,4 @@
-"""A5: messages stay under 256 KiB. What is larger travels through the payload store, and nothing is lost."""
+"""What came of a unit that is too large for a message: by the payload store into the log, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.helpers.decided import batch_of, dispatched, submitted, unit
 from tests.helpers.live_log import LiveLog
-from trinity_es.actors import message_sizes
-from trinity_es.actors.coordinator.fleet import dispatcher
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
-from trinity_es.actors.messages import OutcomeReport, RunUnits, UnitAssignment, UnitOutcome
-from trinity_es.actors.requests import LIMIT, Parcel, pack, unpack
+from trinity_es.actors.messages import OutcomeReport, UnitAssignment
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.runner import unit_reports
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import DataError, LogUnavailable
-from trinity_es.projections.batch import BatchState
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.projections.batch import BatchState, fold
 from trinity_es.projections.verify.log import verify_log
 
-MOST = 256 * 1024
+MESSAGE = 256 * 1024
 
 
 class Place(LiveLog):
@@ -42,16 +37,25 @@ class Place(LiveLog):
 
     def submit(self, runs: int) -> UnitAssignment:
         """Have a batch of one task, all of whose runs a runner has."""
-        self.live.record_batch(1, [submitted(1, runs, batch_type="eval"), dispatched(whole := unit(runs=runs))])
+        self.live.record_batch(1, batches.submit(
+            None, batch_id=1, batch_type="eval", repeat_times=[runs], tasks=[{}], tasks_digest=None,
+            min_wait_num=None, max_attempts=2, runs_per_unit=None, detailed_stats=False, submission="s",
+        ))
+        unit = ev.Unit(task=0, run_id_base=0, runs=runs, attempt=1)
+        self.live.record_batch(1, [
+            ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0),
+        ])
         self.turn()
-        return UnitAssignment(1, "s1", whole, b"{}", keep_experiences=False)
+        return UnitAssignment(1, "s", unit, b"{}", keep_experiences=False)
 
     def report(self, message: OutcomeReport) -> None:
         self.lives.with_results(message, self.lives.on_outcomes)
         self.turn()
 
     def replayed(self) -> BatchState:
-        return batch_of(*(r.event for r in self.log.read(stream="batch/1")))
+        state = fold(r.event for r in self.log.read(stream="batch/1"))
+        assert state is not None
+        return state
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def test_results_of_any_number_reach_the_log_and_leave_no_payload(place: Place, 
     item, result = place.submit(runs), done(runs, metrics)
     [outcome] = unit_reports.write_group([(item, result)], place.payloads)
     message = OutcomeReport("runner-0", 1, 1, [outcome])
-    assert len(pickle.dumps(message)) < MOST
+    assert len(pickle.dumps(message)) < MESSAGE
     place.report(message)
     [task] = place.replayed().tasks
     assert [task.done[run] for run in range(runs)] == result.results
@@ -89,7 +93,7 @@ def test_so_do_failures_of_any_number(place: Place) -> None:
     item = place.submit(20_000)
     result = UnitResult(failures=[(run, "workflow", "ValueError: no") for run in range(20_000)])
     [outcome] = unit_reports.write_group([(item, result)], place.payloads)
-    assert len(pickle.dumps(outcome)) < MOST
+    assert len(pickle.dumps(outcome)) < MESSAGE
     place.report(OutcomeReport("runner-0", 1, 1, [outcome]))
     assert place.replayed().pending[0, 0].runs == 20_000, "they are attempted again"
 
@@ -134,43 +138,3 @@ def test_beyond_what_a_database_takes_the_unit_has_failed_with_the_way_out(
     assert {kind for _, kind, _ in outcome.failures} == {"data"}
     assert "the limit is 200,000. Give each run fewer, or set explorer.max_repeat_times_per_runner" in str(
         outcome.failures[0][2])
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, LIMIT), max_size=40))
-def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
-    items = [UnitAssignment(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
-    groups = dispatcher.group_assignments(items)
-    assert [item for group in groups for item in group] == items
-    assert all(len(pickle.dumps(RunUnits(1, group, 5))) < MOST for group in groups)
-
-
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 100), max_size=300))
-def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_lost(counts: list[int]) -> None:
-    found = [
-        UnitOutcome(
-            batch_id=7, submission="s" * 32, unit=unit(i),
-            results=[ev.RunResult(run=0, metrics={f"metric/{n}": n / 7 for n in range(count)})],
-        )
-        for i, count in enumerate(counts)
-    ]
-    groups = message_sizes.split_by_size(found, message_sizes.outcome_size)
-    assert [o for group in groups for o in group] == found
-    assert all(len(pickle.dumps(OutcomeReport("runner-0", 1, 5, group))) < MOST for group in groups)
-
-
-def test_what_is_large_travels_through_the_payload_store(place: Place) -> None:
-    small, large = {"a": 1}, {"text": "x" * 500_000}
-    assert pack(small, place.payloads) == Parcel(b'{"a":1}')
-    parcel = pack(large, place.payloads)
-    assert parcel.inline is None
-    assert len(pickle.dumps(parcel)) < 1000
-    assert unpack(parcel, place.payloads) == large
-    assert unpack(pack(small, place.payloads), place.payloads) == small
-
-
-def test_what_is_no_json_is_refused(place: Place) -> None:
-    with pytest.raises(DataError, match="can't be sent"):
-        pack({"x": object()}, place.payloads)
