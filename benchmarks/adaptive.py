@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, resting
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report
 from benchmarks.systems import TINY, explore_config, running, token_rate
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import MultiTurnWorkflow
@@ -111,6 +111,10 @@ class System:
         return token_rate(self.client, self.number, load.batch(self.number), load.all_tokens)
 
     @property
+    def pids(self) -> list[int]:
+        return pids_of(self.client)
+
+    @property
     def places(self) -> int:
         [runner] = self.client.status()["runners"]
         return int(runner["places"])
@@ -127,17 +131,17 @@ def main() -> int:
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="adaptive-") as folder, ExitStack() as stack:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))
-        systems = {n: System(f"{folder}/{n}", model, n, stack) for n in [*fixed, AUTO]}
+        systems = {str(n): System(f"{folder}/{n}", model, n, stack) for n in [*fixed, AUTO]}
         for system in systems.values():
             for name in options.workloads:
                 system.run(WORKLOADS[name])  # warms up
         rows = []
         for name in options.workloads:
-            speeds = alternate({str(n): partial(run_alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
-            for n in fixed:
-                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(speeds[str(n)])))
+            speeds = alternate({n: partial(systems[n].run, WORKLOADS[name]) for n in map(str, fixed)}, search, systems)
+            for n, rates in speeds.items():
+                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(rates)))
                 print(rows[-1].as_text(), flush=True)
-            best = max(fixed, key=lambda n: statistics.median(speeds[str(n)]))
+            best = max(speeds, key=lambda n: statistics.median(speeds[n]))
             rows.append(compare_auto(systems, name, best, rounds))
             print(rows[-1].as_text(), flush=True)
         with trinity_es.open_log(systems[AUTO].config.store.url) as log:
@@ -153,18 +157,10 @@ def main() -> int:
         return report("places that follow the load", rows, watch, [], options.json)
 
 
-def run_alone(systems: dict[int | str, System], measured_one: int | str, load: Workload) -> float:
-    """Return tokens per second of one system while the others are suspended."""
-    with resting(*(pid for name, other in systems.items() if name != measured_one for pid in pids_of(other.client))):
-        return systems[measured_one].run(load)
-
-
-def compare_auto(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
-    load = WORKLOADS[name]
-    ways = {AUTO: partial(run_alone, systems, AUTO, load), "fixed": partial(run_alone, systems, best, load)}
-    speeds = alternate(ways, rounds)
+def compare_auto(systems: dict[str, System], name: str, best: str, rounds: int) -> Row:
+    speeds = alternate({n: partial(systems[n].run, WORKLOADS[name]) for n in (AUTO, best)}, rounds, systems)
     what = f"{name}: auto, at last {systems[AUTO].places} places"
-    return pairs(what, "tokens/s", speeds[AUTO], f"{best} places", speeds["fixed"], aim=AIM)
+    return pairs(what, "tokens/s", speeds[AUTO], f"{best} places", speeds[best], aim=AIM)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -41,8 +42,8 @@ from urllib.parse import urlencode
 import psutil
 from sqlalchemy import text
 
+from benchmarks.child_processes import environment_without
 from benchmarks.compared import Watch, about, load_text, write_json
-from benchmarks.line_process import environment_without
 from benchmarks.sample_log import make
 from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
@@ -73,8 +74,8 @@ class Facts:
 
 
 def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
-    return {
-        "batches": lambda log: log.batches(),
+    plain = ("batches", "runner_lives", "weights", "losses", "overview", "distributions", "why_open", "freed")
+    return {name: methodcaller(name) for name in plain} | {
         "batches, sorted, 50": lambda log: log.batches(sort="reward", descending=True, limit=50),
         "batches, one state": lambda log: log.batches(state="aborted"),
         "count_batches": lambda log: log.count_batches(batch_type="train"),
@@ -89,13 +90,6 @@ def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
         "replay at a position": lambda log: log.replay(f.middle.batch_id, f.at),
         "replay at a time": lambda log: log.replay(f.middle.batch_id, f.time),
         "check_result": lambda log: log.check_result(f.middle.batch_id),
-        "runner_lives": lambda log: log.runner_lives(),
-        "weights": lambda log: log.weights(),
-        "losses": lambda log: log.losses(),
-        "overview": lambda log: log.overview(),
-        "distributions": lambda log: log.distributions(),
-        "why_open": lambda log: log.why_open(),
-        "freed": lambda log: log.freed(),
     }
 
 

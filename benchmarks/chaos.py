@@ -39,7 +39,7 @@ import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
 from benchmarks.chaos_faults import KILLED, Faults, by_kind, kill
 from benchmarks.chaos_hosts_trainer import Nap, note_start, one_experience, repeat_until_answered
-from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace, on_disk
+from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace
 from benchmarks.compared import options_of, write_json
 from tests.helpers.faults import Server
 from tests.helpers.s3_server import BUCKET, s3_server
@@ -267,10 +267,9 @@ def chaos(
         beside, folder = made / "beside", made / "disk"
         beside.mkdir()
         folder.mkdir()
-        disk = stack.enter_context(on_disk(folder, special and namespace))
-        clock = SteppedClock(beside, namespace=namespace) if special else None
+        disk = stack.enter_context(contextlib.closing(Disk(folder))) if special and namespace else None
+        clock = stack.enter_context(contextlib.closing(SteppedClock(beside, namespace=namespace))) if special else None
         if clock is not None:
-            stack.callback(clock.close)
             stack.enter_context(mock.patch.dict(os.environ, clock.environment))
         database = Server(str(folder / "data"), durable=True) if backend == "postgresql" else None
         if database is not None:

@@ -62,9 +62,9 @@ class Machine:
 
     def processes(self, kind: str = "") -> list[psutil.Process]:
         """Return the machine's processes whose title begins with `kind`, without the first process."""
-        found = []
+        first, found = self.first_process(), []
         with contextlib.suppress(psutil.Error):
-            for process in self.first_process().children(recursive=True) if self.first_process() else ():  # type: ignore[union-attr]
+            for process in first.children(recursive=True) if first is not None else ():
                 with contextlib.suppress(psutil.Error):
                     if " ".join(process.cmdline()).startswith(kind):
                         found.append(process)

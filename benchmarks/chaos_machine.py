@@ -14,7 +14,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _INSIDE = "CHAOS_NAMESPACE"
@@ -87,14 +86,3 @@ class SteppedClock:
         """Restore the true boot time."""
         if self.namespace:
             subprocess.run(["umount", "-l", "/proc/stat"], check=False)
-
-
-@contextlib.contextmanager
-def on_disk(folder: Path, wanted: bool) -> Iterator[Disk | None]:
-    """Make a folder a small disk for this block, if `wanted`. Yields the disk, else None."""
-    disk = Disk(folder) if wanted else None
-    try:
-        yield disk
-    finally:
-        if disk is not None:
-            disk.close()

@@ -53,6 +53,13 @@ def message(number: int, turn: int) -> str:
     return prompt_of(number, length, length / 1500)
 
 
+def rewarded(model: Any) -> list[Experience]:
+    experiences: list[Experience] = model.extract_experience_from_history()
+    for experience in experiences:
+        experience.reward = float(experience.tokens.sum() % 1000)
+    return experiences
+
+
 class BySDK(Workflow):
     is_async = True
 
@@ -66,10 +73,7 @@ class BySDK(Workflow):
 
         async with AsyncOpenAI(base_url=here.base_url, api_key=here.token) as client:
             await converse(client, here.model, message(number, 0), tool)
-        experiences: list[Experience] = self.model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward = float(experience.tokens.sum() % 1000)
-        return experiences
+        return rewarded(self.model)
 
 
 def look_up(number: int, turn: int) -> str:
@@ -92,10 +96,7 @@ class ByModel(Workflow):
             said = await self.step_async("look", look_up, number, turn, idempotent=True)
             narrate("done", f"{number}/{turn}")
             messages.append({"role": "user", "content": said})
-        experiences: list[Experience] = self.model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward = float(experience.tokens.sum() % 1000)
-        return experiences
+        return rewarded(self.model)
 
 
 async def pay(number: int, payment: int) -> int:

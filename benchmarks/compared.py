@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,20 @@ def number_format(value: float) -> str:
     return ",.0f" if abs(value) >= 100 else ".2f" if abs(value) >= 0.5 else ".3f"
 
 
-def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Call each function `repeats` times, in turn and in alternating order, and return {name: figures}."""
+def alternate(
+    ways: Mapping[str, Callable[[], float]], repeats: int, systems: Mapping[str, Any] | None = None
+) -> dict[str, list[float]]:
+    """Call each function `repeats` times, in turn and in alternating order, and return {name: figures}.
+
+    `systems`: systems by name, with a property `pids`; all but the function's own are suspended while it is called.
+    """
     figures: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats):
         for name in list(ways) if number % 2 else reversed(list(ways)):
+            own = systems[name] if systems else None
             gc.collect()  # so that no function pays for another one's garbage
-            figures[name].append(ways[name]())
+            with resting(*(pid for other in set((systems or {}).values()) - {own} for pid in other.pids)):
+                figures[name].append(ways[name]())
     return figures
 
 
@@ -137,6 +144,9 @@ def resting(*pids: int) -> Iterator[None]:
 
     The block begins after `SETTLE_SECONDS`, in which systems that were suspended before catch up.
     """
+    if not pids:
+        yield
+        return
     stopped: list[psutil.Process] = []
     try:
         for pid in pids:
@@ -240,18 +250,15 @@ def report(
 
 def about(watch: Watch) -> dict[str, Any]:
     """Return the context of all figures: machine, date, commit, and the load of other processes."""
-    return {"machine": machine(), "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.other_load()}
+    host = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
+            "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
+    return {"machine": host, "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.other_load()}
 
 
 def load_text(beside: Mapping[str, Any]) -> str:
     others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
     return (f"Load average {beside['load_before']:.1f} before, {beside['load_after']:.1f} after; other processes over "
             f"{BUSY:.0%} of a core: {others}")
-
-
-def machine() -> dict[str, Any]:
-    return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
-            "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
 
 
 def commit() -> str:
@@ -303,8 +310,5 @@ def databases() -> Iterator[Databases]:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # PostgreSQL's server runs as another user
-        pool = Databases(folder)
-        try:
+        with closing(Databases(folder)) as pool:
             yield pool
-        finally:
-            pool.close()

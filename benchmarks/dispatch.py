@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, resting, sound
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, sound
 from benchmarks.known_system import KnownSystem, known_system
 from benchmarks.systems import explore_config, play_batch, running
 from trinity_es.events.experience import Experience
@@ -171,17 +171,15 @@ def in_turn(
     if known is None:
         return alternate({"ours": ours}, repeats)["ours"], None
 
-    def ours_alone() -> float:
-        with resting(known.process.pid):
-            bench.one(8)
-            return ours()
+    def ours_warmed_up() -> float:
+        bench.one(8)
+        return ours()
 
-    def theirs_alone() -> float:
-        with resting(*bench.pids):
-            known.one(8, 0.0, TOKENS, 1)
-            return theirs(known)
+    def theirs_warmed_up() -> float:
+        known.one(8, 0.0, TOKENS, 1)
+        return theirs(known)
 
-    figures = alternate({"ours": ours_alone, "known": theirs_alone}, repeats)
+    figures = alternate({"ours": ours_warmed_up, "known": theirs_warmed_up}, repeats, {"ours": bench, "known": known})
     return figures["ours"], figures["known"]
 
 

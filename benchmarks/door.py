@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import random
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ import psutil
 import yaml
 
 import trinity_es
+from benchmarks.child_processes import piped
 from benchmarks.compared import Watch, about, load_text, options_of, write_json
 from benchmarks.overhead import spread
 from examples.grpo.tiny_model import make_tiny_model
@@ -56,7 +56,7 @@ EXTRA_FIELDS: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_t
 
 
 # --- the servers of one engine ----------------------------------------------------------------------------------------
-def run_servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
+def run_servers(config: EngineConfig, uvloop: bool, pipe: Connection) -> None:
     """Run an engine and its servers in this process. Send {name: URL} over the pipe, and end at the first message."""
     if uvloop:
         import uvloop as fast
@@ -122,7 +122,7 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
-def run_client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
+def run_client(connections: int, each: int, tokens: int, pipe: Connection) -> None:
     """Run a client in this process. For each (url, key, model, seed, more fields) it sends (seconds, CPU seconds)."""
     import uvloop
 
@@ -177,20 +177,12 @@ def main() -> int:
         ("--rounds", {"type": int, "default": 20}),
     ])
     rounds, each = (2, 1) if options.quick else (options.rounds, options.each)
-    watch, context = Watch(), multiprocessing.get_context("spawn")
+    watch = Watch()
     with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
         config = EngineConfig(model_path=model, max_model_len=256, gpu_memory_utilization=0.3)
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=run_servers, args=(config, theirs, options.uvloop))
-        process.start()
-        stack.callback(process.kill)
-        theirs.close()
-        clients, its = context.Pipe()
-        asking = context.Process(target=run_client, args=(its, options.connections, each, options.tokens))
-        asking.start()
-        stack.callback(asking.kill)
-        its.close()
+        pipe, pid = stack.enter_context(piped(run_servers, config, options.uvloop))
+        clients, _ = stack.enter_context(piped(run_client, options.connections, each, options.tokens))
         ways = {name: (url, TOKEN, NAME) for name, url in pipe.recv().items()}
         if options.system:
             routes = stack.enter_context(system(Path(folder), model))
@@ -201,7 +193,7 @@ def main() -> int:
         for number in range(rounds + 1):
             for name in random.Random(number).sample(list(ways), len(ways)):
                 wait_until_idle()
-                before = cpu_seconds(process.pid)
+                before = cpu_seconds(pid)
                 clients.send((*ways[name], number, EXTRA_FIELDS.get(name, {})))
                 answer = clients.recv()
                 if isinstance(answer, Exception):
@@ -210,10 +202,9 @@ def main() -> int:
                 if number:  # the first round warms up
                     speeds[name].append(options.connections * each * options.tokens / seconds)
                     shares[name].append(own / seconds)
-                    cores[name].append(1000 * (cpu_seconds(process.pid) - before) / options.connections / each)
+                    cores[name].append(1000 * (cpu_seconds(pid) - before) / options.connections / each)
         clients.send(None)
         pipe.send("end")
-        process.join(30)
     return print_figures(options, rounds, speeds, shares, cores, watch)
 
 
@@ -226,7 +217,7 @@ def wait_until_idle() -> None:
             raise RuntimeError("the machine is busy between the cases: measure where nothing else runs")
 
 
-def cpu_seconds(pid: int | None) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process without its children (vLLM's engine is one)."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)

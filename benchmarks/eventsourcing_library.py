@@ -27,8 +27,8 @@ from typing import Any
 import orjson
 from sqlalchemy.engine import make_url
 
+from benchmarks.child_processes import LineProcess
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
-from benchmarks.line_process import LineProcess
 from benchmarks.log_append import GROUPS, Appended, append_all, check_log, groups_of, make_run
 from benchmarks.replay import replay_all
 from trinity_es.events.codec import check

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, resting, sound
+from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, sound
 from benchmarks.dispatch import Bench, tasks
 from benchmarks.long_log import lengthen
 from benchmarks.recovery import config_in, make_history
@@ -68,12 +68,11 @@ def compare(what: str, more: Bench, other: str, less: Bench, part: int, slower: 
 
 def measure_in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict[str, list[float]]:
     """Return {system: figures of `way`}, each measured while the other systems are suspended."""
-    def alone(bench: Bench) -> float:
-        with resting(*(pid for other in systems.values() if other is not bench for pid in other.pids)):
-            bench.one(8)
-            return way(bench)
+    def warmed_up(bench: Bench) -> float:
+        bench.one(8)
+        return way(bench)
 
-    return alternate({name: partial(alone, bench) for name, bench in systems.items()}, REPEATS)
+    return alternate({name: partial(warmed_up, bench) for name, bench in systems.items()}, REPEATS, systems)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 
 import trinity_es
+from benchmarks.child_processes import environment_without
 from benchmarks.compared import options_of, write_json
-from benchmarks.line_process import environment_without
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev

@@ -23,18 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    alternate,
-    coordinator_of,
-    family_of,
-    options_of,
-    pairs,
-    report,
-    resting,
-)
+from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, family_of, options_of, pairs, report
 from benchmarks.dispatch import Bench
 from benchmarks.overhead import CASES, LOWER_AIM, Conversation, pin, prompts, spread, through_system
 from examples.grpo.tiny_model import make_tiny_model
@@ -89,15 +78,13 @@ def compare(
     cpu: dict[str, list[float]] = {name: [] for name in benches}
 
     def turn(name: str) -> float:
-        bench = benches[name]
-        with resting(*(pid for other in {*benches.values()} - {bench} for pid in other.pids)):
-            before = cpu_seconds(bench)
-            figure, count = work(name)
-            cpu[name].append(1e6 * (cpu_seconds(bench) - before) / count)
-            print(f"\r  {what}: {len(cpu[name])} of {repeats + 1} pairs ", end="", file=sys.stderr, flush=True)
-            return figure
+        before = cpu_seconds(benches[name])
+        figure, count = work(name)
+        cpu[name].append(1e6 * (cpu_seconds(benches[name]) - before) / count)
+        print(f"\r  {what}: {len(cpu[name])} of {repeats + 1} pairs ", end="", file=sys.stderr, flush=True)
+        return figure
 
-    figures = alternate({name: partial(turn, name) for name in benches}, repeats + 1)  # the first warms up
+    figures = alternate({name: partial(turn, name) for name in benches}, repeats + 1, benches)  # the first warms up
     ours, theirs = figures["with"][1:], figures["without"][1:]
     slower = unit == "ms"
     ratio = spread([b / a if slower else a / b for a, b in zip(ours, theirs, strict=True)])

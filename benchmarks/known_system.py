@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from benchmarks.line_process import LineProcess, environment_without
+from benchmarks.child_processes import LineProcess, environment_without
 
 CHILD = """
 import shutil, sys
@@ -47,6 +47,10 @@ class KnownSystem(LineProcess):
         while not (line := super().answer()).startswith("said:"):
             pass
         return line.removeprefix("said:")
+
+    @property
+    def pids(self) -> list[int]:
+        return [self.process.pid]
 
     def one(self, tasks: int, seconds: float, tokens: int, runs: int) -> float:
         """Play a batch, check its experiences, and return the seconds from submit to finalize."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import random
 import statistics
@@ -34,6 +33,7 @@ from typing import Any
 import psutil
 
 import trinity_es
+from benchmarks.child_processes import piped
 from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, pairs, report, sound
 from benchmarks.systems import TINY, explore_config, running, token_rate
 from examples.grpo.tiny_model import make_tiny_model
@@ -221,22 +221,16 @@ def measure(
     config: trinity_es.Config, options: argparse.Namespace, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Return {case: pairs of tokens per second of (vLLM alone, the whole system)}, a pair per round."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=bare_process, args=(config.explorer.rollout_model.engine_config(), theirs))
-    process.start()
-    theirs.close()  # so that `recv` ends if the process dies
-
-    def bare(*order: Any) -> float:
-        pipe.send(order)
-        return float(pipe.recv())
-
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in options.cases or CASES}
-    batch = 0
-    try:
+    batch, engine = 0, config.explorer.rollout_model.engine_config()
+    with piped(bare_process, engine) as (pipe, pid):
+        def bare(*order: Any) -> float:
+            pipe.send(order)
+            return float(pipe.recv())
+
         assert pipe.recv() == "ready"
         with running(config) as client:
-            pin(*family_of(process.pid), *family_of(coordinator_of(client)))
+            pin(*family_of(pid), *family_of(coordinator_of(client)))
             for number in range(rounds + 1):
                 for case, pair in found.items():
                     batch += 1
@@ -252,10 +246,6 @@ def measure(
                 print(f"  pair {number} of {rounds} done" if number else "  warm", file=sys.stderr, flush=True)
         sound(config.store.url)
         pipe.send(None)
-        process.join(60)
-    finally:
-        process.kill()
-        pipe.close()
     return found
 
 

@@ -26,30 +26,19 @@ include its work, but the CPU figures of our processes (this client is one) do n
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    alternate,
-    coordinator_of,
-    family_of,
-    options_of,
-    pairs,
-    report,
-    resting,
-)
+from benchmarks.child_processes import piped
+from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, family_of, options_of, pairs, report
 from benchmarks.dispatch import Bench, check_experiences
 from tests.helpers.s3_server import BUCKET, S3Server, s3_environment
 from trinity_es.events.experience import Experience
@@ -84,15 +73,12 @@ class Store:
         """Return {name of a file: its size}."""
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
-    def read(self, digests: Sequence[str]) -> int:
-        return sum(len(self.path(d).read_bytes()) for d in digests)
-
-    def read_checked(self, digests: Sequence[str]) -> int:
-        """Read these files, check each against the digest in its name, and return their total size in bytes."""
+    def read(self, digests: Sequence[str], *, checked: bool) -> int:
+        """Read these files, if `checked` compare each with the digest in its name, and return their size in bytes."""
         size = 0
         for digest in digests:
             data = self.path(digest).read_bytes()
-            if hashlib.sha256(data).hexdigest() != digest:
+            if checked and hashlib.sha256(data).hexdigest() != digest:
                 raise SystemExit(f"payload {digest} has another digest")
             size += len(data)
         return size
@@ -137,7 +123,7 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     check_experiences(delivered_now, count, tokens, reward_of)
     check_advantages(delivered_now)
     digests = list(made)
-    size = store.read_checked(digests)
+    size = store.read(digests, checked=True)
 
     def delivered() -> float:
         started = time.perf_counter()
@@ -157,7 +143,7 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
 
     def floor(checked: bool) -> float:
         started = time.perf_counter()
-        read = sum((store.read_checked if checked else store.read)(digests) for _ in range(ROUNDS))
+        read = sum(store.read(digests, checked=checked) for _ in range(ROUNDS))
         return read / (time.perf_counter() - started) / 1e6
 
     found = alternate(
@@ -191,22 +177,6 @@ def _serve(pipe: Connection) -> None:
         server.stop()
 
 
-@contextmanager
-def s3_process() -> Iterator[None]:
-    """Run an S3 server with a bucket in its own process for this block, and set its credentials in the environment."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,))
-    process.start()
-    theirs.close()
-    try:
-        os.environ |= ours.recv()
-        yield
-    finally:
-        ours.close()
-        process.join()
-
-
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
@@ -224,22 +194,23 @@ def play_batches(bench: Bench, batches: int) -> tuple[float, float, float]:
 def measure_s3(repeats: int, batches: int) -> list[Row]:
     """Return the rows that compare a system with payloads in S3 with a system with payloads in files."""
     found: dict[str, list[tuple[float, float, float]]] = {"s3": [], "files": []}
-    operators = [{"name": "grpo"}]
-    with (
-        s3_process(), Bench(8, "power", operators, payloads=f"s3://{BUCKET}/bench") as s3,
-        Bench(8, "power", operators) as files,
-    ):
-        def turn(name: str, bench: Bench, other: Bench) -> float:
-            with resting(*other.pids):
-                bench.one(8)
-                found[name].append(play_batches(bench, batches))
-            return 0.0
 
-        alternate({"s3": lambda: turn("s3", s3, files), "files": lambda: turn("files", files, s3)}, repeats)
-        for bench in (s3, files):
-            bench.one(TASKS, runs=RUNS)
-            bench.check()
-            bench.check_all()
+    def turn(name: str) -> float:
+        systems[name].one(8)
+        found[name].append(play_batches(systems[name], batches))
+        return 0.0
+
+    operators = [{"name": "grpo"}]
+    with piped(_serve) as (pipe, _):
+        os.environ |= pipe.recv()  # the server's credentials
+        kept = f"s3://{BUCKET}/bench"
+        with Bench(8, "power", operators, payloads=kept) as s3, Bench(8, "power", operators) as files:
+            systems = {"s3": s3, "files": files}
+            alternate({name: partial(turn, name) for name in systems}, repeats, systems)
+            for bench in systems.values():
+                bench.one(TASKS, runs=RUNS)
+                bench.check()
+                bench.check_all()
     what = f"payloads in S3: batches of {TASKS} tasks of {RUNS} runs"
     ours, theirs = (list(zip(*figures, strict=True)) for figures in found.values())
     other = "files on the same disk"

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 
-from benchmarks.line_process import LineProcess, environment_without
+from benchmarks.child_processes import LineProcess, environment_without
 
 ROUNDS = {1: 180, 8: 180, 64: 120, 256: 90, 1024: 50}
 """{number of tasks in a batch: number of pairs}."""

@@ -1,11 +1,14 @@
-"""Process that answers lines with lines."""
+"""Child processes that answer lines with lines, or over a pipe."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 
@@ -38,3 +41,22 @@ class LineProcess:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait(120)
+
+
+@contextmanager
+def piped(target: Callable[..., None], *args: Any, patience: float = 60.0) -> Iterator[tuple[Connection, int]]:
+    """Run `target(*args, pipe)` in a process for this block. Yields our end of the pipe, and the process's pid.
+
+    After the block the process has `patience` seconds to end.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*args, theirs))
+    process.start()
+    theirs.close()  # so that `recv` ends if the process dies
+    try:
+        yield ours, process.pid or 0
+    finally:
+        ours.close()
+        process.join(patience)
+        process.kill()
