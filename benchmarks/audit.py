@@ -31,12 +31,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import psutil
@@ -44,6 +44,7 @@ from sqlalchemy import text
 
 from benchmarks.child_processes import environment_without
 from benchmarks.compared import Watch, about, load_text, write_json
+from benchmarks.dispatch import percentile
 from benchmarks.sample_log import make
 from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
@@ -51,6 +52,7 @@ from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 
+T = TypeVar("T")
 SECONDS, MEGABYTES = 1.0, 500.0
 """The budget of each page and each command."""
 
@@ -167,36 +169,30 @@ class Table:
         self.rows: list[dict[str, Any]] = []
         self.missing: list[str] = []
 
-    def is_wanted(self, kind: str, name: str) -> bool:
-        return self.only in f"{kind} {name}"
+    def wanted(self, kind: str, measured: Mapping[str, T]) -> dict[str, T]:
+        return {name: value for name, value in measured.items() if self.only in f"{kind} {name}"}
 
     def add(self, kind: str, name: str, times: list[float], cpu: float, megabytes: float, **more: Any) -> None:
-        ordered = sorted(times)
-        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-        row = {"kind": kind, "name": name, "p50": ordered[len(ordered) // 2], "p95": p95, "max": ordered[-1],
-               "cpu": cpu / len(ordered), "megabytes": megabytes, "rounds": len(ordered), **more}
+        p95, most, rounds = percentile(times, 0.95), max(times), len(times)
+        row = {"kind": kind, "name": name, "p50": percentile(times, 0.5), "p95": p95, "max": most,
+               "cpu": cpu / rounds, "megabytes": megabytes, "rounds": rounds, **more}
         row["over"] = [what for what, over in (("time", p95 > SECONDS), ("memory", megabytes > MEGABYTES)) if over]
         self.rows.append(row)
         mark = f"   OVER: {', '.join(row['over'])}" if row["over"] else ""
-        print(f"  {kind:8} {name:34} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {ordered[-1]:7.3f} s   "
+        print(f"  {kind:8} {name:34} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {most:7.3f} s   "
               f"cpu {row['cpu']:6.3f} s   {megabytes:6.0f} MB{mark}", flush=True)
-
-
-def peak_megabytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
     with open_log(url) as log:
-        for name, ask in read_calls(f).items():
-            if not table.is_wanted("read", name):
-                continue
+        for name, ask in table.wanted("read", read_calls(f)).items():
             times, cpu = [], time.process_time()
             for _ in range(rounds):
                 started = time.perf_counter()
                 ask(log)
                 times.append(time.perf_counter() - started)
-            table.add("read", name, times, time.process_time() - cpu, peak_megabytes())
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this process so far
+            table.add("read", name, times, time.process_time() - cpu, peak)
 
 
 def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
@@ -221,9 +217,7 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 
     there = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # it is a group
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        for name, values in command_arguments(f, folder).items():
-            if not table.is_wanted("command", name):
-                continue
+        for name, values in table.wanted("command", command_arguments(f, folder)).items():
             words, times, cpu, peak = command_argv(name, values, url), [], 0.0, 0.0
             if name.split()[0] not in there:
                 table.missing.append(name)
@@ -231,30 +225,28 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
             for _ in range(rounds):
                 seconds, worked, megabytes, code, said = run_command(words)
                 if code not in (0, 1):
+                    table.missing.append(f"{name} (exit code {code}: {' '.join(said.split())[-200:]})")
                     break
                 times.append(seconds)
                 cpu += worked
                 peak = max(peak, megabytes)
-            if code not in (0, 1):
-                table.missing.append(f"{name} (exit code {code}: {' '.join(said.split())[-200:]})")
             else:
                 table.add("command", name, times, cpu, peak)
 
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
     """Measure commands that read every event, in events per second. They have no time budget."""
-    for name in ("verify", "rebuild"):
-        if table.is_wanted("whole", name):
-            words = [sys.executable, "-m", "trinity_es", name, "--log", url]
-            seconds, cpu, megabytes, code, said = run_command(words)
-            if code:
-                raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
-            rate = f.head / seconds
-            row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
-                   "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
-            table.rows.append(row)
-            print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB",
-                  flush=True)
+    for name in table.wanted("whole", {"verify": url, "rebuild": url}):
+        words = [sys.executable, "-m", "trinity_es", name, "--log", url]
+        seconds, cpu, megabytes, code, said = run_command(words)
+        if code:
+            raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
+        rate = f.head / seconds
+        row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
+               "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
+        table.rows.append(row)
+        print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB",
+              flush=True)
 
 
 @contextmanager
@@ -275,13 +267,7 @@ def running_dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
-    from importlib.util import find_spec
-
-    asked = {name: values for name, values in page_queries(f).items() if table.is_wanted("page", name)}
-    if not asked:
-        return
-    if find_spec("trinity_es.dashboard") is None:
-        table.missing.append("the dashboard")
+    if not (asked := table.wanted("page", page_queries(f))):
         return
     with running_dashboard(url) as (base, process):
         for name, values in asked.items():

@@ -41,6 +41,7 @@ from benchmarks.chaos_faults import KILLED, Faults, by_kind, kill
 from benchmarks.chaos_hosts_trainer import Nap, note_start, one_experience, repeat_until_answered
 from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace
 from benchmarks.compared import options_of, write_json
+from benchmarks.systems import explore_config
 from tests.helpers.faults import Server
 from tests.helpers.s3_server import BUCKET, s3_server
 from trinity_es import Task, Workflow
@@ -75,19 +76,11 @@ class Chaos:
         self.folder, self.random, self.database = folder, random.Random(seed), database
         self.account = Account("postgresql" if database is not None else "sqlite")
         self.in_flight, self.tasks = batches, tasks
-        self.config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "explorer": {
-                    "max_concurrency": 16,
-                    "max_retry_times": 60,  # kills of its runners must not use up a task's attempts
-                    "max_timeout": 60.0,
-                    "rollout_model": {"engine_type": "scripted", "engine_num": 3},
-                },
-                "store": {"payloads": payloads, **({} if url is None else {"url": url})},
-                "system": {"restarts": 10_000, "restart_pause": 0.1, "heartbeat_timeout": 8.0, "hang_timeout": 10.0},
-            },
-            folder=folder,
+        self.config = explore_config(
+            folder, 16, {"engine_type": "scripted", "engine_num": 3},
+            explorer={"max_retry_times": 60, "max_timeout": 60.0},  # kills of runners must not use up a task's attempts
+            store={"payloads": payloads, **({} if url is None else {"url": url})},
+            system={"restarts": 10_000, "restart_pause": 0.1, "heartbeat_timeout": 8.0, "hang_timeout": 10.0},
         )
         self.notes = notes_folder
         self.faults = Faults(self.config, self.random, database, disk, clock)

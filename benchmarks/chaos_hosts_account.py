@@ -42,7 +42,6 @@ class Fault:
     loses: bool = False
     """True if the run loses the host, which ends its epoch."""
     restarts: bool = False
-    """True if the host is restarted."""
     disturbed: bool = False
     """True if another fault came before this one was over."""
     calm: float = 0.0
@@ -109,7 +108,6 @@ class HostsAccount(Account):
     given: dict[str, float] = field(default_factory=dict)
     """{host: share of its places with assigned units before any fault}."""
     epochs: int = 0
-    """Number of epochs of all hosts."""
     coordinators: int = 0
     trainers: int = 0
     """Number of trainer processes, which ran one after the other."""

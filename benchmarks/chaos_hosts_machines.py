@@ -22,7 +22,6 @@ from tests.helpers.namespaces import Network
 ROOT = Path(__file__).parents[1]
 KEY = "the key of this benchmark, of 40 characters"
 LEAVE_SECONDS = 60.0
-"""Time limit for a host to leave the run in order."""
 
 
 class Machine:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 _INSIDE = "CHAOS_NAMESPACE"
 DISK_BYTES = 1 << 30
-"""Size of the disk that is filled."""
 
 
 def in_namespace(module: str) -> bool:

@@ -162,7 +162,6 @@ class Under:
     kills: int
     seconds: float
     lengths: list[int]
-    """Lengths of the delivered answers."""
     generated: int
     wrong: int
 

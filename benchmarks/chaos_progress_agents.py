@@ -127,9 +127,7 @@ class Agents:
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KILLED, 0))
     runs: int = 0
-    """Runs of agents and payers."""
     calls: int = 0
-    """Answers that the agents got."""
     asked_again: int = 0
     """Requests for an answer that the agent already had."""
     goes_on: int = 0

@@ -36,7 +36,6 @@ from trinity_es.events.codec import check
 PINS = ["eventsourcing==9.5.6", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"]
 REPEATS, AHEAD = 7, 1.0
 PATIENCE = 120
-"""Time limit in seconds for one answer of the library's process."""
 
 
 def library_python() -> Path:

@@ -104,10 +104,6 @@ def compute_values(columns: ExperienceColumns) -> int:
     return sum(len(vector.values) for vector in vectors) + sum(value.size for value in values) + len(columns.tasks)
 
 
-def number_count(count: int, tokens: int) -> int:
-    return count * (tokens + tokens - tokens // 2)
-
-
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     """Play one batch, measure each way to read it in turn, and return the rows."""
     store = Store(bench.config.store.url)
@@ -150,10 +146,10 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
         {"columns": columns, "ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
     )
     of, as_columns = f"delivered, {tokens:,} tokens", f"columns, {tokens:,} tokens"
-    own = delivered_size / number_count(count, tokens)
+    numbers = count * (tokens + tokens - tokens // 2)  # tokens and logprobs
     each = size / count / 1e6
     per_second = Spread.of([figure / each for figure in found["ours"]])
-    stored, least = size / number_count(count, tokens), float(BYTES)
+    own, stored, least = delivered_size / numbers, size / numbers, float(BYTES)
     return [
         pairs(as_columns, "MB/s", found["columns"], "reading and their SHA-256", found["checked"], aim=AIMS[tokens]),
         Row(of, "experiences/s", per_second),

@@ -8,7 +8,6 @@ without a measurement has a row, too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compared import Row, Spread, load_text, number_format
+from benchmarks.compared import Row, Spread, load_text, number_format, options_of
 
 AIMS = {
     "E1": "submit -> finalize of no-op tasks", "E2": "tasks and runs a second", "E3": "share of the ideal",
@@ -107,10 +106,8 @@ def context_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="benchmarks/results", help="where the benchmarks' JSON is")
-    parser.add_argument("--json", help="also write the table to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--folder", {"default": "benchmarks/results", "help": "where the benchmarks' JSON is"})], quick=False)
     files = [Path(options.folder) / f"{name}.json" for name in SOURCES]
     results = {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
     table = lines(results)

@@ -52,16 +52,19 @@ RESTARTS = 3
 EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
 
 
+def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=errors, start_new_session=True)
+
+
 class Trainee:
     """A trainer in a folder, and its process, which is killed and started again."""
 
     def __init__(
         self, folder: Path, overrides: list[str], settings: dict[str, Any], *, alone: bool = False,
-        launch: Callable[[list[str], IO[bytes], IO[bytes]], Any] | None = None,
+        launch: Callable[[list[str], IO[bytes], IO[bytes]], Any] = _launch,
     ) -> None:
         """Prepare a trainer. `launch(arguments, stdout, stderr)` starts `python ARGUMENTS` and returns the process."""
-        self.folder, self.alone, self.settings = folder, alone, settings
-        self.launch = launch or _launch
+        self.folder, self.alone, self.settings, self.launch = folder, alone, settings, launch
         self.overrides = ["system.detach=true", *overrides]
         folder.mkdir(parents=True, exist_ok=True)
         self.process: Any = None
@@ -130,10 +133,6 @@ class Trainee:
             self.process.wait()
         if not self.alone:
             end_system(self.config)
-
-
-def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=errors, start_new_session=True)
 
 
 def kill_while_training(

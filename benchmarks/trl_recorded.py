@@ -26,7 +26,6 @@ from examples.grpo.tiny_model import make_tiny_model
 from examples.trl_grpo import train
 
 TRAINERS: list[GRPOTrainer] = []
-"""The trainer of this process."""
 
 
 class Beats(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part

@@ -141,7 +141,6 @@ class Bench:
         self.client = stack.enter_context(running(config))
         self.version = self.batch = 0
         self.changes: list[Change] = []
-        """Changes of weights under load."""
         self.missed = 0
         """Number of batches in which a request ended too soon."""
 
