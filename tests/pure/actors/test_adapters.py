@@ -139,6 +139,7 @@ def test_one_that_is_removed_makes_room_and_comes_back_with_a_new_version() -> N
     known = after(published(version=3))
     [removed] = decisions.remove(known, "math")
     assert removed == ev.AdapterRemoved(adapter="math", version=3)
+    assert isinstance(removed, ev.AdapterRemoved)
     evolve_adapters(known, removed)
     assert (current_adapters(known), decisions.remove(known, "math")) == ({}, [])
     assert decisions.publish(known, published("code"), 1) == [published("code")]

@@ -83,16 +83,6 @@ def finishing(inner: Gated, seconds: float = PATIENCE) -> FinishingEngine:
     return FinishingEngine(cast(Engine, inner), seconds)
 
 
-@pytest.fixture
-def inner() -> Gated:
-    return Gated()
-
-
-@pytest.fixture
-def engine(inner: Gated) -> FinishingEngine:
-    return finishing(inner)
-
-
 async def settled() -> None:
     """Let everything run that can."""
     for _ in range(20):
@@ -109,9 +99,9 @@ async def collected(parts: AsyncGenerator[Completion]) -> list[Completion]:
     return [part async for part in parts]
 
 
-async def test_open_requests_end_with_the_old_weights_and_new_ones_wait_for_the_new(
-    inner: Gated, engine: FinishingEngine
-) -> None:
+async def test_open_requests_end_with_the_old_weights_and_new_ones_wait_for_the_new() -> None:
+    inner = Gated()
+    engine = finishing(inner)
     [first] = await begun(engine.generate("x", Sampling()))
     [load, second] = await begun(engine.load_weights(7, "there"), engine.generate("y", Sampling()))
     assert inner.noted == ["begins 0"]
@@ -123,26 +113,36 @@ async def test_open_requests_end_with_the_old_weights_and_new_ones_wait_for_the_
     assert (old.version_spans, new.version_spans) == (((0, 0, 2),), ((7, 0, 2),))
 
 
-@pytest.mark.parametrize(("ask", "load", "begins"), [
-    (lambda engine: collected(engine.stream("x", Sampling())), lambda engine: engine.load_weights(7, "there"), []),
-    (lambda engine: engine.logprobs([1, 2], temperature=0.5), lambda engine: engine.load_weights(7, "there"), []),
-    (lambda engine: engine.generate("x", Sampling()), lambda engine: engine.receive_weights(7, "there", 1.0),
-     ["begins 0"]),
-], ids=["stream", "logprobs", "weights from a group"])
-async def test_every_kind_of_request_is_waited_for_by_every_kind_of_change(
-    inner: Gated, engine: FinishingEngine, ask: Any, load: Any, begins: list[str]
-) -> None:
+async def test_weights_that_are_received_from_a_group_wait_as_well() -> None:
+    inner = Gated()
+    engine = finishing(inner)
+    [first] = await begun(engine.generate("x", Sampling()))
+    [load] = await begun(engine.receive_weights(7, "there", 1.0))
+    assert inner.noted == ["begins 0"]
+    inner.ends.set()
+    await asyncio.gather(first, load)
+    assert inner.noted == ["begins 0", "ends 0", "loads 0"]
+
+
+@pytest.mark.parametrize("ask", [
+    lambda engine: collected(engine.stream("x", Sampling())),
+    lambda engine: engine.logprobs([1, 2], temperature=0.5),
+], ids=["stream", "logprobs"])
+async def test_every_kind_of_request_is_waited_for(ask: Any) -> None:
+    inner = Gated()
+    engine = finishing(inner)
     [request] = await begun(ask(engine))
-    [change] = await begun(load(engine))
-    assert inner.noted == begins
+    [load] = await begun(engine.load_weights(7, "there"))
+    assert inner.noted == []
     inner.ends.set()
-    await asyncio.gather(request, change)
-    assert inner.noted == [*begins, "ends 0", "loads 0"]
+    await asyncio.gather(request, load)
+    assert inner.noted == ["ends 0", "loads 0"]
 
 
-async def test_a_stream_has_its_version_at_its_end(inner: Gated, engine: FinishingEngine) -> None:
+async def test_a_stream_has_its_version_at_its_end() -> None:
+    inner = Gated()
     inner.ends.set()
-    parts = await collected(engine.stream("x", Sampling()))
+    parts = await collected(finishing(inner).stream("x", Sampling()))
     assert [part.version_spans for part in parts] == [(), ((0, 0, 3),)]
 
 
@@ -171,9 +171,9 @@ async def test_after_the_time_the_weights_are_loaded_and_nobody_claims_who_made_
     assert late.version_spans == ()
 
 
-async def test_a_request_that_fails_or_is_cancelled_is_over_and_a_failed_load_lets_requests_in(
-    inner: Gated, engine: FinishingEngine
-) -> None:
+async def test_a_request_that_fails_or_is_cancelled_is_over_and_a_failed_load_lets_requests_in() -> None:
+    inner = Gated()
+    engine = finishing(inner)
     [cancelled, failing] = await begun(engine.generate("x", Sampling()), engine.generate("bad", Sampling()))
     [load, waiting, given_up] = await begun(
         engine.load_weights(7, "bad"), engine.generate("y", Sampling()), engine.generate("z", Sampling())
@@ -191,9 +191,9 @@ async def test_a_request_that_fails_or_is_cancelled_is_over_and_a_failed_load_le
     assert (made.version_spans, engine.model_version) == (((0, 0, 2),), 0)
 
 
-async def test_a_request_that_waited_does_not_begin_while_the_next_change_is_made(
-    inner: Gated, engine: FinishingEngine
-) -> None:
+async def test_a_request_that_waited_does_not_begin_while_the_next_change_is_made() -> None:
+    inner = Gated()
+    engine = finishing(inner)
 
     async def two_loads() -> None:
         await engine.load_weights(7, "there")
@@ -211,7 +211,9 @@ async def test_a_request_that_waited_does_not_begin_while_the_next_change_is_mad
     assert inner.noted[2:] == ["begins 8", "ends 8"]
 
 
-async def test_changes_that_come_together_are_made_one_after_the_other(inner: Gated, engine: FinishingEngine) -> None:
+async def test_changes_that_come_together_are_made_one_after_the_other() -> None:
+    inner = Gated()
+    engine = finishing(inner)
     inner.loads.clear()
     loads = await begun(engine.load_weights(7, "there"), engine.load_weights(8, "there"))
     assert inner.noted == ["loads 0"]
@@ -220,16 +222,18 @@ async def test_changes_that_come_together_are_made_one_after_the_other(inner: Ga
     assert inner.noted == ["loads 0", "loads 7"]
 
 
-async def test_everything_else_is_the_engine_s_own(inner: Gated, engine: FinishingEngine) -> None:
+async def test_everything_else_is_the_engine_s_own() -> None:
+    inner = Gated()
+    engine = finishing(inner)
     assert (engine.adapters, engine.tokenizer) == ({"math": 3}, inner.tokenizer)
     assert not hasattr(engine, "application")
     assert hasattr(finishing(Served()), "application")
     assert not hasattr(engine, "dead")
 
 
-async def test_a_model_that_asked_while_requests_waited_names_the_new_version_alone(
-    inner: Gated, engine: FinishingEngine
-) -> None:
+async def test_a_model_that_asked_while_requests_waited_names_the_new_version_alone() -> None:
+    inner = Gated()
+    engine = finishing(inner)
     inner.loads.clear()
     [load] = await begun(engine.load_weights(7, "there"))
     [asking] = await begun(Model(cast(Engine, engine)).generate_async("x"))

@@ -10,11 +10,11 @@ from typing import Any, Self
 import pytest
 
 from tests.helpers.adapters import published
-from tests.helpers.fleet_book import Book
 from trinity_es.actors.config.hosts import HostsConfig
 from trinity_es.actors.coordinator.decisions.host_decisions import Hello, Refusal, admit, drain, find_folder, lose
 from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_runners
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.hosts.link import Admission
 from trinity_es.actors.messages import HostDrained, RunnerDied
 from trinity_es.config.config import Config
@@ -179,6 +179,26 @@ def test_a_host_gets_the_folders_that_the_log_and_the_config_name_and_no_other(
 
 
 # --- the fleet ------------------------------------------------------------------------------------------------------
+class Book:
+    """The live state, as the fleet of hosts needs it; what is recorded is durable at once, while `writes`."""
+
+    def __init__(self) -> None:
+        self.writes = True
+        self.hosts: Hosts = {}
+        self.lives: dict[tuple[str, int], RunnerLife] = {}
+        self.batches: dict[Any, Any] = {}
+        self.in_flight = UnitsInFlight()
+        self.weights = Weights(3, "/published/3", "checkpoint")
+        self.adapters: Adapters = {}
+
+    def record(self, *events: ev.Event) -> None:
+        fold(self.hosts, list(events))
+
+    def when_durable(self, call: Any) -> None:
+        if self.writes:
+            call()
+
+
 class Around:
     """What a fleet of hosts sends, and a clock."""
 
@@ -191,7 +211,6 @@ class Around:
         self.handled: list[tuple[Any, Any]] = []
         self.died: list[RunnerDied] = []
         self.book = Book()
-        self.book.weights = Weights(3, "/published/3", "checkpoint")
         self.registry = RunnerRegistry(self.book, self)  # type: ignore[arg-type]  # they have what is used here
         self.fleet = HostFleet(
             HostsConfig(address="10.0.0.1:7700", timeout=timeout), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above

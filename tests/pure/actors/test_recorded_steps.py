@@ -15,7 +15,6 @@ import pytest
 from tests.helpers.journals import RUN, Steady, Written
 from trinity_es import Task, Workflow
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.errors import DataError, EngineError, WorkflowError
@@ -32,25 +31,20 @@ def workflow(kept: KeptRun | None, writer: Written | None) -> Workflow:
     return Workflow(task=Task(), model=Model(cast(Any, Steady()), journal=journal))
 
 
-def life(play: Callable[[Callable[..., Any]], Any], kept: KeptRun | None, writer: Written | None, sync: bool) -> Any:
+async def played(
+    sync: bool, kept: KeptRun | None, writer: Written | None, play: Callable[[Callable[..., Any]], Any]
+) -> Any:
     """Return what `play` returns when it is given a function that makes steps, in a sync or an async workflow."""
-
-    async def played() -> Any:
-        made, loop = workflow(kept, writer), asyncio.get_running_loop()
-        make = made.step if sync else lambda *args, **how: asyncio.run_coroutine_threadsafe(
-            made.step_async(*args, **how), loop).result()
-        return await asyncio.wait_for(asyncio.to_thread(play, make), 30)
-
-    return asyncio.run(played())
+    made = workflow(kept, writer)
+    if sync:
+        return await asyncio.to_thread(lambda: play(made.step))
+    loop = asyncio.get_running_loop()
+    return await asyncio.to_thread(lambda: play(
+        lambda *args, **how: asyncio.run_coroutine_threadsafe(made.step_async(*args, **how), loop).result()))
 
 
-async def executed(task: Task, kept: KeptRun | None, writer: Written) -> UnitResult:
-    engine = Steady()
-    running = asyncio.ensure_future(WorkflowRunner(cast(Any, engine)).execute(
-        task, 7, range(1), journal=lambda run: RunJournal(RUN, writer, kept)))
-    while not running.done():
-        await engine.tick(1)
-    return running.result()
+def life(play: Callable[[Callable[..., Any]], Any], kept: KeptRun | None, writer: Written | None, sync: bool) -> Any:
+    return asyncio.run(asyncio.wait_for(played(sync, kept, writer, play), 30))
 
 
 BOTH = pytest.mark.parametrize("sync", [True, False])
@@ -82,6 +76,7 @@ def test_a_step_is_recorded_before_its_function_is_called_and_before_its_value_i
 
     def look() -> None:
         kept = writer.kept()
+        assert kept is not None
         seen.extend((s.done, len(kept.steps)) for s in kept.steps.values())
 
     def play(make: Callable[..., Any]) -> None:
@@ -201,7 +196,7 @@ def test_a_step_without_a_function_is_named(sync: bool, writer: Written | None) 
         life(lambda make: make("pay", 3), None, writer, sync)
 
 
-async def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_their_values() -> None:
+def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_their_values() -> None:
     calls: list[int] = []
 
     async def fetch(page: int) -> int:
@@ -209,21 +204,25 @@ async def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_t
         calls.append(page)
         return page * 10
 
-    async def fetched(kept: KeptRun | None, writer: Written) -> list[int]:
+    async def play(kept: KeptRun | None, writer: Written) -> list[int]:
         made = workflow(kept, writer)
-        return await asyncio.gather(*(made.step_async("fetch", fetch, page) for page in range(3)))
+        return list(await asyncio.gather(*(made.step_async("fetch", fetch, page) for page in range(3))))
 
     writer = Written()
-    assert await fetched(None, writer) == await fetched(writer.kept(), Written()) == [0, 10, 20]
+    assert asyncio.run(play(None, writer)) == [0, 10, 20]
+    assert asyncio.run(play(writer.kept(), Written())) == [0, 10, 20]
     assert sorted(calls) == [0, 1, 2]
 
 
-async def test_a_blocking_step_on_an_event_loop_says_what_to_await() -> None:
-    with pytest.raises(WorkflowError, match="await step_async"):
+def test_a_blocking_step_on_an_event_loop_says_what_to_await() -> None:
+    async def play() -> None:
         workflow(None, None).step("send", time.time)
 
+    with pytest.raises(WorkflowError, match="await step_async"):
+        asyncio.run(play())
 
-async def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(100))
     monkeypatch.setattr(time, "time", lambda: float(next(ticks)))
     seen: list[Any] = []
@@ -236,11 +235,20 @@ async def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pyt
             seen.append((draws, await self.now_async(), await self.now_async()))
             return await self.model.generate_async([1], max_tokens=1, n=1)  # type: ignore[no-any-return]
 
+    async def play(task_id: int, kept: KeptRun | None, writer: Written) -> None:
+        engine = Steady()
+        runner = WorkflowRunner(cast(Any, engine))
+        task = Task(workflow=Draws, task_id=task_id)
+        running = asyncio.ensure_future(runner.execute(
+            task, 7, range(1), journal=lambda run: RunJournal(RUN, writer, kept)))
+        while not running.done():
+            await engine.tick(1)
+        assert running.result().failures == []
+
     writer = Written()
-    done = [await executed(Task(workflow=Draws, task_id=0), None, writer),
-            await executed(Task(workflow=Draws, task_id=0), writer.kept(), Written()),
-            await executed(Task(workflow=Draws, task_id=1), None, Written())]
-    assert [each.failures for each in done] == [[], [], []]
+    asyncio.run(play(0, None, writer))
+    asyncio.run(play(0, writer.kept(), Written()))
+    asyncio.run(play(1, None, Written()))
     first, again, other = seen
     assert again == first
     assert first[1] < first[2]
@@ -248,16 +256,25 @@ async def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pyt
     assert other[1] > first[2]
 
 
-async def test_experiences_of_a_run_that_started_over_name_the_step() -> None:
+def test_experiences_of_a_run_that_started_over_name_the_step() -> None:
     class One(Workflow):
         is_async = True
 
         async def run_async(self) -> list[Experience]:
             return await self.model.generate_async([1], max_tokens=1, n=1)  # type: ignore[no-any-return]
 
-    for named in (["pay"], []):
-        done = await executed(Task(workflow=One), KeptRun(possibly_delivered=named), Written())
-        assert [e.info.get("possibly_delivered", []) for e in done.experiences] == [named]
+    async def play(kept: KeptRun) -> list[Experience]:
+        engine = Steady()
+        running = asyncio.ensure_future(WorkflowRunner(cast(Any, engine)).execute(
+            Task(workflow=One), 7, range(1), journal=lambda run: RunJournal(RUN, Written(), kept)))
+        while not running.done():
+            await engine.tick(1)
+        return running.result().experiences
+
+    [experience] = asyncio.run(play(KeptRun(possibly_delivered=["pay"])))
+    assert experience.info["possibly_delivered"] == ["pay"]
+    [experience] = asyncio.run(play(KeptRun()))
+    assert "possibly_delivered" not in experience.info
 
 
 @BOTH

@@ -72,6 +72,7 @@ def test_a_task_keeps_its_engine_while_requests_come_and_the_others_get_the_othe
     for task in range(engines * 4):
         for _ in range(SLACK_REQUESTS // 2):
             chosen = choose(str(task), loads, homes.get(str(task)))
+            assert chosen is not None
             assert homes.setdefault(str(task), chosen) == chosen
             loads[chosen] += 1
     assert set(Counter(homes.values()).values()) == {4}

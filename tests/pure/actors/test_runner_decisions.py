@@ -161,7 +161,9 @@ def folded(names: list[tuple[str, int]], current: Weights = NOTHING) -> RunnerLi
     lives: Lives = {}
     for event in events_of(names):
         evolve_lives(lives, event, current)
-    return newest_life(lives, "runner-0")
+    newest = newest_life(lives, "runner-0")
+    assert newest is not None
+    return newest
 
 
 def test_a_life_has_served_when_it_had_what_was_current() -> None:

@@ -15,12 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers.engines import StandIn
-from tests.helpers.fleet_book import Book
 from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.runner_reports import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, why_unloadable
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm import weights as vllm_weights
@@ -36,7 +36,7 @@ from trinity_es.actors.messages import (
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
-from trinity_es.projections.runner import RunnerLife, RunnerState
+from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
 from trinity_es.weights import publisher as publishing
 from trinity_es.weights import shared_memory
 
@@ -121,6 +121,7 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     told = why_unloadable(str(folder), None, False)
+    assert told is not None
     assert "model.safetensors can't be read" in told
 
 
@@ -197,6 +198,28 @@ def test_p34_a_checkpoint_that_no_engine_could_load_is_not_published(config: Con
 
 
 # --- the coordinator's side -----------------------------------------------------------------------------------------
+class FakeBook:
+    def __init__(self) -> None:
+        self.weights = Weights()
+        self.batches: dict[Any, Any] = {}
+        self.in_flight = UnitsInFlight()
+        self.adapters: dict[str, Any] = {}
+        self.lives: Lives = {}
+        self.hosts: dict[str, Any] = {}
+        self.recorded: list[ev.Event] = []
+
+    def record(self, *events: ev.Event) -> None:
+        self.recorded += events
+        for event in events:
+            if isinstance(event, ev.WeightsPublished):
+                self.weights = evolve_weights(self.weights, event)
+            else:
+                evolve_lives(self.lives, event, self.weights)
+
+    def when_durable(self, call: Any) -> None:
+        call()
+
+
 class FakeSender:
     def __init__(self) -> None:
         self.sent: list[tuple[Any, Any]] = []
@@ -208,8 +231,8 @@ class FakeSender:
         return 0.0
 
 
-def crew_of(*names: str) -> tuple[RunnerLifecycle, Book, FakeSender]:
-    live, sender = Book(), FakeSender()
+def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
+    live, sender = FakeBook(), FakeSender()
     registry = RunnerRegistry(live, sender)  # type: ignore[arg-type]  # stand-ins
     fleet = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
     for name in names:
@@ -221,7 +244,7 @@ def crew_of(*names: str) -> tuple[RunnerLifecycle, Book, FakeSender]:
 GROUP = JoinWeightGroup(address="127.0.0.1", port=5000, engines=2, workers=2, timeout=1.0)
 
 
-def joined_crew() -> tuple[RunnerLifecycle, Book, FakeSender]:
+def joined_crew() -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     fleet, live, sender = crew_of("runner-0", "runner-1")
     fleet.weights.group.join("id", GROUP)
     for name in ("runner-0", "runner-1"):

@@ -27,8 +27,8 @@ def runner(**options: Any) -> WorkflowRunner:
     return WorkflowRunner(ScriptedEngine(EngineConfig(model_path="", initial_version=3)), **options)
 
 
-def one(**metrics: Any) -> Experience:
-    return Experience(eid=EID(), tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics=metrics or {"score": 2.0})
+def one() -> Experience:
+    return Experience(eid=EID(), tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics={"score": 2.0})
 
 
 def half(response: str) -> float:
@@ -66,8 +66,22 @@ class Returns(Workflow):
         return self.task.workflow_args["it"]
 
 
-def returns(*it: Any) -> Task:
-    return Task(workflow=Returns, workflow_args={"it": list(it)})
+class SaysHowItWent(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        told = one()
+        told.metrics = {"score": 2.0, "mood": "high", "times": [1.0, 2.0]}
+        return [told]
+
+
+class RewardsOtherwise(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        two = one(), one()
+        two[0].metrics, two[1].metrics = {"reward": 7.0}, {"reward:mean": 8.0}
+        return list(two)
 
 
 class Blocking(Workflow):
@@ -97,8 +111,7 @@ def test_p8_a_run_is_stamped_with_where_it_is_from_and_which_weights_made_it() -
 
 
 def test_a_run_s_reward_is_the_one_that_it_is_trained_with_whatever_its_workflow_calls_by_that_name() -> None:
-    task = returns(one(reward=7.0), one(**{"reward:mean": 8.0}))
-    status, experiences = asyncio.run(runner().run_task(task, 1))
+    status, experiences = asyncio.run(runner().run_task(Task(workflow=RewardsOtherwise), 1))
     assert [e.reward for e in experiences] == [0.5, 0.5]
     assert status.metrics[0]["reward"] == 0.5
 
@@ -148,7 +161,8 @@ def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
     ([], "Returns completed without an experience"),
 ])
 def test_p8_what_a_run_returns_that_is_no_list_of_experiences_is_its_failure(it: list[Any], says: str) -> None:
-    [(_, kind, message)] = asyncio.run(runner().execute(returns(*it), 1, range(1))).failures
+    done = asyncio.run(runner().execute(Task(workflow=Returns, workflow_args={"it": it}), 1, range(1)))
+    [(_, kind, message)] = done.failures
     assert kind == "workflow"
     assert says in message
 
@@ -332,8 +346,7 @@ class Fails(Workflow):
 
 
 def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    task = returns(one(score=2.0, mood="high", times=[1.0, 2.0]))
-    done = asyncio.run(runner().execute(task, 1, range(2)))
+    done = asyncio.run(runner().execute(Task(workflow=SaysHowItWent), 1, range(2)))
     assert [set(result.metrics) for result in done.results] == [{"score", "reward", "time/run_execution"}] * 2
     assert [r.getMessage() for r in caplog.records] == [
         "the metric 'mood' of a workflow is a str, not a number: it is left out",
@@ -341,9 +354,17 @@ def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.Log
     ]
 
 
+class SaysTwice(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        told = one()
+        told.metrics = {"score": 2.0, "score:mean": 4.0, "score:max": 3.0, "reward:mean": 8.0}
+        return [told]
+
+
 def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    task = returns(one(**{"score": 2.0, "score:mean": 4.0, "score:max": 3.0, "reward:mean": 8.0}))
-    done = asyncio.run(runner().execute(task, 1, range(2)))
+    done = asyncio.run(runner().execute(Task(workflow=SaysTwice), 1, range(2)))
     assert [result.metrics["score"] for result in done.results] == [3.0, 3.0]
     assert [r.getMessage() for r in caplog.records] == [
         "a workflow gives a metric as 'score' and as 'score:mean': their mean is kept"]
@@ -355,9 +376,15 @@ def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture
     ({"big": 10**5000}, "metrics.big is a int: whole numbers must fit into 64 bits"),
 ])
 def test_metrics_that_a_trainer_may_not_give_either_fail_their_run(metrics: dict[str, float], told: str) -> None:
-    given = one()
-    given.metrics = metrics
-    [(run, kind, error)] = asyncio.run(runner().execute(returns(given), 1, range(1))).failures
+    class Says(Workflow):
+        is_async = True
+
+        async def run_async(self) -> list[Experience]:
+            given = one()
+            given.metrics = metrics
+            return [given]
+
+    [(run, kind, error)] = asyncio.run(runner().execute(Task(workflow=Says), 1, range(1))).failures
     assert (run, kind) == (0, "data")
     assert told in error
     assert len(error) < 400
