@@ -36,7 +36,7 @@ from typing import Any
 from unittest import mock
 
 import trinity_es
-from benchmarks.chaos_account import Account, Evidence, report
+from benchmarks.chaos_account import Account, Evidence, LogWatch, report
 from benchmarks.chaos_faults import KILLED, Faults, by_kind, kill
 from benchmarks.chaos_hosts_trainer import Nap, note_start, one_experience, repeat_until_answered
 from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace
@@ -85,10 +85,8 @@ class Chaos:
         self.notes = notes_folder
         self.faults = Faults(self.config, self.random, database, disk, clock)
         self.starting = threading.Lock()
-        self.over, self.watched = threading.Event(), threading.Event()
+        self.over, self.watch = threading.Event(), LogWatch(self.config.store.url)
         self.injected: list[tuple[float, str]] = []
-        self.seen: dict[int, float] = {}
-        """Monotonic time at which a reader first saw each position of the log."""
         self.finalized: dict[int, dict[str, Any]] = {}
         self.submitted: set[int] = set()
 
@@ -130,25 +128,12 @@ class Chaos:
                 self.account.person.append(f"batch {number}: {type(e).__name__}: {e}")
 
     # --- the faults -------------------------------------------------------------------------------------------------
-    def record_positions(self) -> None:
-        """Record in `seen` the monotonic time at which each event can first be read."""
-        after = 0
-        while not self.watched.is_set():
-            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.config.store.url) as log:
-                while not self.watched.is_set():
-                    for item in log.events(after=after):
-                        after = item.position
-                        self.seen[after] = time.monotonic()
-                    time.sleep(0.05)
-            time.sleep(0.2)
-
     def run(self, kills: int, seconds: float, special: bool) -> Account:
         """Start the system, inject faults, and check the log. `special`: also inject the faults that come once each."""
         started = time.monotonic()
         lifecycle.start(self.config)
         trainers = [threading.Thread(target=self.train, args=(lane,)) for lane in range(1, self.in_flight + 1)]
-        watcher = threading.Thread(target=self.record_positions)
-        for thread in [*trainers, watcher]:
+        for thread in trainers:
             thread.start()
         time.sleep(3)
         once = self.faults.single_faults() if special else {}
@@ -180,13 +165,12 @@ class Chaos:
             self.fail_over(self.database)
         self.account.seconds = time.monotonic() - started
         end_system(self.config)
-        self.watched.set()
-        watcher.join()
+        self.watch.close()
         self.account.kills = self.faults.kills
         self.account.person += self.faults.trouble
         self.account.ended = self.faults.ended
         self.account.left = [p.pid for p in leftovers(self.config)]
-        Evidence(self.config.store.url, self.tasks, self.submitted, self.finalized, self.notes / "ran", self.seen,
+        Evidence(self.config.store.url, self.tasks, self.submitted, self.finalized, self.notes / "ran", self.watch.seen,
                  self.injected).add_to(self.account)
         return self.account
 
@@ -210,7 +194,7 @@ class Chaos:
         number = 1_000_000
         self.round_trip(number, 60)
         database.fail_over()
-        self.watched.set()  # its positions are of the newer data
+        self.watch.close()  # its positions are of the newer data
         self.expect_refusal("the server failed over", number + 1)
         kill(by_kind(self.config).get("coordinator", []))
         self.expect_refusal("the coordinator was killed", number + 1)
@@ -280,7 +264,7 @@ def chaos(
             return account
         finally:
             run.over.set()
-            run.watched.set()
+            run.watch.close()
             end_system(run.config)
             if os.environ.get("KEEP_CHAOS"):
                 shutil.copytree(made, os.environ["KEEP_CHAOS"], dirs_exist_ok=True)

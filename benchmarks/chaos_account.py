@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +13,10 @@ from typing import Any
 
 import trinity_es
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
+from trinity_es.events.store.records.log_values import Recorded
 
 BAD = {
     "run_again": "finished tasks run again", "lost": "results lost", "duplicated": "results duplicated",
@@ -130,6 +135,29 @@ class Evidence:
                                     for key, n in seen.items() if n > 1]
         missing = {(task, 0, 0) for task in range(self.tasks)} - seen.keys()
         account.lost += [f"experience {key} of batch {batch} was not delivered" for key in sorted(missing)]
+
+
+class LogWatch:
+    """Thread that reads new events of a log as they come."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.events, self.over = url, list[Recorded](), threading.Event()
+        self.seen: dict[int, float] = {}
+        """Monotonic time at which each position of the log was first seen."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(0.2):
+            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.url) as log:
+                while not self.over.wait(0.05):
+                    for item in log.events(after=self.events[-1].position if self.events else 0):
+                        self.seen[item.position] = time.monotonic()
+                        self.events.append(item)
+
+    def close(self) -> None:
+        self.over.set()
+        self._thread.join(20)
 
 
 def report(account: Account) -> str:

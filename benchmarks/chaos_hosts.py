@@ -29,14 +29,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import trinity_es
-from benchmarks.chaos_account import Evidence
+from benchmarks.chaos_account import Evidence, LogWatch
 from benchmarks.chaos_hosts_account import Fault, HostsAccount, Work, busy_shares, hosts_report
 from benchmarks.chaos_hosts_machines import HeadMachine, HostMachine, Machine, Trainer
 from benchmarks.compared import options_of, write_json
@@ -44,7 +43,6 @@ from tests.helpers.namespaces import Network, Postgres, lacks, made_network, mad
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.log_values import Recorded
 
 T = TypeVar("T")
 
@@ -69,21 +67,7 @@ CALM_SECONDS = 8.5
 """Seconds without faults before a fault, to measure its effect on the other hosts."""
 
 
-class Watch:
-    """Thread that reads new events of the log as they come."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.events, self.over = url, list[Recorded](), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self.over.wait(0.2):
-            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.url) as log:
-                while not self.over.wait(0.2):
-                    after = self.events[-1].position if self.events else 0
-                    self.events.extend(log.events(after=after))
-
+class Watch(LogWatch):
     def serves(self, host: str, since: float) -> bool:
         """Return whether the host's runner is up and got ready after the time `since`."""
         ready = 0.0
@@ -98,10 +82,6 @@ class Watch:
 
     def finished(self) -> int:
         return sum(isinstance(item.event, ev.RunsFinished) for item in list(self.events))
-
-    def close(self) -> None:
-        self.over.set()
-        self._thread.join(20)
 
 
 class HostsChaos:

@@ -44,6 +44,8 @@ SAMPLING = {
     BEGINS_AGAIN: replace(PLAIN, presence_penalty=0.5),
 }
 AT_ONCE = 64
+Answer = tuple[Completion, int, int, int]
+"""An answer, its deaths, its kept tokens, and 1 if those are wrong."""
 ALARM = 0.01
 """p value below which distributions count as different, for all comparisons together (Bonferroni)."""
 
@@ -76,8 +78,8 @@ class Compared:
 
 async def answer_with_deaths(
     engine: VLLMEngine, number: int, sampling: Sampling, chance: random.Random | None
-) -> tuple[Completion, int, int, int]:
-    """Return an answer, its deaths, its kept tokens, and 1 if those are wrong. Without `chance` no attempt dies."""
+) -> Answer:
+    """Return an answer. Without `chance` no attempt dies."""
     if sampling.seed is not None:
         sampling = replace(sampling, seed=number)
     kept, data, deaths = None, b"", 0
@@ -103,11 +105,10 @@ def prompt(engine: VLLMEngine, number: int) -> list[int]:
     return engine.tokenizer.encode(f"{number}=")
 
 
-async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int | None) -> list[tuple[
-        Completion, int, int, int]]:
+async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int | None) -> list[Answer]:
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def one(number: int) -> tuple[Completion, int, int, int]:
+    async def one(number: int) -> Answer:
         async with places:
             chance = None if seed is None else random.Random(f"{seed}/{number}")
             return await answer_with_deaths(engine, number, sampling, chance)

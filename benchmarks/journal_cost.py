@@ -47,12 +47,8 @@ class Single(SingleTurnWorkflow):
         return await super().run_async()
 
 
-class Turns(Conversation):
-    """Workflow `Conversation` that does not use the journal."""
-
-    async def run_async(self) -> list[Experience]:
-        self.model.journal = None
-        return await super().run_async()
+class Turns(Single, Conversation):
+    """The same of `Conversation`."""
 
 
 UNRECORDED = {"single": "benchmarks.journal_cost:Single", "conversation": "benchmarks.journal_cost:Turns"}
