@@ -207,7 +207,8 @@ class HostsChaos:
             case "host killed" | "host without power" | "link away" | "packets lost one way":
                 fault = self.take_away(kind, host, deck)
             case "host joins":
-                fault = self.add_host(kind)
+                fault = self.record_fault(kind, self.spare.name)
+                self.spare.start()
             case "host drained" | "SIGTERM to a host":
                 fault = self.remove_host(kind, host)
             case "host of the head killed" | "link of the head away":
@@ -245,11 +246,6 @@ class HostsChaos:
             fault.until = time.time()
         if off:
             host.start()
-        return fault
-
-    def add_host(self, kind: str) -> Fault:
-        fault = self.record_fault(kind, self.spare.name)
-        self.spare.start()
         return fault
 
     def remove_host(self, kind: str, host: HostMachine) -> Fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ class Trainer:
     def run_on(self, machines: Sequence[Machine]) -> None:
         """Keep a trainer process running on one of these machines, until `end`."""
         def keep() -> None:
-            for machine in _cycle(machines):
+            for machine in itertools.cycle(machines):
                 if self._ending and not self.open_lanes():
                     return
                 if machine.is_on() and machine.processes("Host"):
@@ -227,8 +228,3 @@ class Trainer:
         self.lanes = {}
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-
-
-def _cycle(machines: Sequence[Machine]) -> Iterator[Machine]:
-    while True:
-        yield from machines

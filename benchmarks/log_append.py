@@ -2,8 +2,8 @@
 
 trinity_es: `EventLog.append` with every guarantee on, which are the lease, versions, repeated commits, the hash chain,
 the read models, and `durability: power`. The events are those of a run (`benchmarks.sample_log`), in its order. Driver:
-sqlite3 or psycopg insert the finished rows (`executemany`) into a table of the same columns and indexes, and check,
-compute and fold nothing. Each group is one transaction, as durable: WAL with `synchronous=FULL`,
+sqlite3 or psycopg insert the finished rows (`executemany`) into the same table without its triggers, and compute and
+fold nothing. Each group is one transaction, as durable: WAL with `synchronous=FULL`,
 `synchronous_commit=on`.
 
 Each repeat writes a new log, reads it back, compares all events and verifies the chain; `verify` checks the last log
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.sample_log import make
@@ -109,27 +109,15 @@ def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) ->
         raise SystemExit(f"{url} is not sound: {problems[0]}")
 
 
-_COLUMNS = [column.name for column in schema.events.columns]
-_INDEXES = [
-    "CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0",
-    f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {schema.IS_RARE.text}",
-]
-
-
-def _table(number: str, small: str, binary: str, real: str) -> str:
-    kinds = {
-        "position": f"{number} PRIMARY KEY", "stream": "TEXT", "version": number, "type": "TEXT",
-        "schema_version": small, "data": binary, "metadata": binary, "recorded_at": real, "commit_id": "TEXT",
-        "commit_index": "INTEGER", "hash": binary,
-    }
-    columns = ", ".join(f"{name} {kinds[name]} NOT NULL" for name in _COLUMNS)
-    return f"CREATE TABLE es_event ({columns}, UNIQUE (stream, version))"
-
-
 class Driver:
-    """Driver-level access to a table with the log's columns."""
+    """Driver-level access to a table with the log's columns and indexes."""
 
     connection: Any
+
+    def __init__(self, url: str) -> None:
+        engine = create_engine(parse_url(url))
+        schema.events.create(engine)
+        engine.dispose()
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
         return self.connection.execute("SELECT * FROM es_event ORDER BY position")
@@ -139,13 +127,13 @@ class Driver:
 
 
 class Sqlite(Driver):
+    statement = f"INSERT INTO es_event VALUES ({', '.join('?' * len(schema.events.columns))})"
+
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.connection = sqlite3.connect(str(parse_url(url).database), isolation_level=None)
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=FULL")
-        for statement in [_table("INTEGER", "SMALLINT", "BLOB", "DOUBLE"), *_INDEXES]:
-            self.connection.execute(statement)
-        self.statement = f"INSERT INTO es_event VALUES ({', '.join('?' * len(_COLUMNS))})"
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert the rows in one transaction, and return when they are durable."""
@@ -155,12 +143,12 @@ class Sqlite(Driver):
 
 
 class Psycopg(Driver):
+    statement = f"INSERT INTO es_event VALUES ({', '.join(['%s'] * len(schema.events.columns))})".encode()
+
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.connection = psycopg.connect(url, autocommit=True)
         self.connection.execute("SET synchronous_commit = on")
-        for statement in [_table("BIGINT", "SMALLINT", "BYTEA", "DOUBLE PRECISION"), *_INDEXES]:
-            self.connection.execute(statement.encode())
-        self.statement = f"INSERT INTO es_event VALUES ({', '.join(['%s'] * len(_COLUMNS))})".encode()
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert the rows in one transaction, and return when they are durable."""

@@ -29,6 +29,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 
@@ -97,52 +98,42 @@ class Conversation(SingleTurnWorkflow):
         return turns
 
 
-class Bare:
-    """vLLM alone, with all prompts at once, awaited as in vLLM's own examples."""
+async def play_bare(engine: VLLMEngine, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
+    """Play all prompts at once with vLLM alone, as in its own examples, and return tokens per second."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.engine = VLLMEngine(config)
+    turns = TURNS if case == "conversation" else 1
+    params = SamplingParams(
+        max_tokens=max_tokens // turns, ignore_eos=True, logprobs=0, n=runs if turns == 1 else 1,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
-    async def start(self) -> None:
-        await self.engine.start()  # also calls gc.freeze, as `vllm serve` does
-        self.llm: Any = self.engine._llm
-        self.count = 0
+    def ids_of(*messages: tuple[str, str]) -> list[int]:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        return list(engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
-    async def run(self, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    async def answer(ids: list[int]) -> list[list[int]]:
+        llm: Any = engine._llm
+        async for output in llm.generate({"prompt_token_ids": ids}, params, uuid4().hex):
+            found = [list(o.token_ids) for o in output.outputs]
+        return found
 
-        turns = TURNS if case == "conversation" else 1
-        params = SamplingParams(
-            max_tokens=max_tokens // turns, ignore_eos=True, logprobs=0, n=runs if turns == 1 else 1,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+    async def one(text: str) -> int:
+        ids, tokens = ids_of(("system", SYSTEM), ("user", text)), 0
+        for turn in range(turns):
+            if turn:
+                ids += ids_of(("user", NEXT))
+            found = await answer(ids)
+            tokens += sum(map(len, found))
+            ids = ids + found[0]
+        return tokens
 
-        def ids_of(*messages: tuple[str, str]) -> list[int]:
-            chat = [{"role": role, "content": content} for role, content in messages]
-            return list(self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-
-        async def answer(ids: list[int]) -> list[list[int]]:
-            self.count += 1
-            async for output in self.llm.generate({"prompt_token_ids": ids}, params, f"bare-{self.count}"):
-                found = [list(o.token_ids) for o in output.outputs]
-            return found
-
-        async def one(text: str) -> int:
-            ids, tokens = ids_of(("system", SYSTEM), ("user", text)), 0
-            for turn in range(turns):
-                if turn:
-                    ids += ids_of(("user", NEXT))
-                found = await answer(ids)
-                tokens += sum(map(len, found))
-                ids = ids + found[0]
-            return tokens
-
-        started = time.perf_counter()
-        total = sum(await asyncio.gather(*(one(t) for t in texts for _ in range(runs if turns > 1 else 1))))
-        seconds = time.perf_counter() - started
-        assert total == len(texts) * runs * max_tokens, total
-        return total / seconds
+    started = time.perf_counter()
+    total = sum(await asyncio.gather(*(one(t) for t in texts for _ in range(runs if turns > 1 else 1))))
+    seconds = time.perf_counter() - started
+    assert total == len(texts) * runs * max_tokens, total
+    return total / seconds
 
 
 def bare_process(config: EngineConfig, pipe: Connection) -> None:
@@ -154,14 +145,14 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
     os.setsid()
 
     async def serve() -> None:
-        bare = Bare(config)
-        await bare.start()
+        engine = VLLMEngine(config)
+        await engine.start()  # also calls gc.freeze, as `vllm serve` does
         pipe.send("ready")
         try:
             while (order := await asyncio.to_thread(pipe.recv)) is not None:
-                pipe.send(await bare.run(*order))
+                pipe.send(await play_bare(engine, *order))
         finally:
-            await bare.engine.stop()
+            await engine.stop()
 
     asyncio.run(serve())
 

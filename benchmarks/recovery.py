@@ -116,8 +116,11 @@ def measure_starts(sizes: list[int], rounds: int) -> dict[str, Any]:
             make_history(configs[size], size)
         seconds_by_size: dict[int, list[float]] = {size: [] for size in sizes}
         batch = 10_000_000
-        for size in sizes:  # this batch is open at each start
-            open_batch(configs[size], batch)
+        tasks = [Task(workflow=SLEEP, workflow_args={"seconds": 600.0})] * 64
+        for config in configs.values():
+            with running(config) as client:  # this batch is open at each start
+                client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+                wait_until(lambda c=client: c.batch(batch).flights, "a dispatch")
         for _ in range(rounds):
             for size in sizes:
                 seconds_by_size[size].append(start_to_dispatch(configs[size], batch))
@@ -127,13 +130,6 @@ def measure_starts(sizes: list[int], rounds: int) -> dict[str, Any]:
             sound(config.store.url)
         return {"seconds": seconds_by_size, "medians": medians, "ratios": ratios,
                 "ratio": medians[sizes[-1]] / medians[sizes[0]]}
-
-
-def open_batch(config: trinity_es.Config, batch: int) -> None:
-    with running(config) as client:
-        tasks = [Task(workflow=SLEEP, workflow_args={"seconds": 600.0})] * 64
-        client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-        wait_until(lambda: client.batch(batch).flights, "a dispatch")
 
 
 def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:

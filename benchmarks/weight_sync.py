@@ -31,7 +31,6 @@ import trinity_es
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
 from benchmarks.systems import TINY, explore_config, running
 from examples.grpo.tiny_model import make_tiny_model
-from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
 
 REQUESTS = 64
@@ -68,13 +67,10 @@ class WatchedEngine(VLLMEngine):
 
     async def start(self) -> None:
         self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
-        self.on_load = self.note_step
+        self.on_load = lambda load: self.notes.write(f"step {time.monotonic()} {load.running}\n")
         await super().start()
         for name in ("pause_generation", "collective_rpc", "resume_generation"):
             setattr(self._llm, name, self.with_notes(name, getattr(self._llm, name)))
-
-    def note_step(self, load: EngineLoad) -> None:
-        self.notes.write(f"step {time.monotonic()} {load.running}\n")
 
     def with_notes(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)  # for callers that inspect the signature
