@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from benchmarks.sample_run import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, RunnerModel, SimulatedRun, TimedLog
@@ -291,14 +292,10 @@ class _Model(SimulatedRun):
             "experience_pipeline/time/total": 0.05, "experience_pipeline/dropped_count": float(len(dropped)),
             "experience_pipeline/experience_count": float(len(delivered)),
         }
-        counts: list[tuple[int, int]] = []
-        for version in delivered:
-            counts = [*counts[:-1], (counts[-1][0] + 1, version)] if counts and counts[-1][1] == version else [
-                *counts, (1, version)]
         by = {(HOSTILE[1] if self.hostile else "reward_filter"): dropped} if dropped else {}
         for event in decisions.end_finalizing(
             batch.state, metrics=metrics, experiences=refs, selected=len(delivered), dropped=len(dropped),
-            dropped_by=by, model_versions=counts,
+            dropped_by=by, model_versions=[(len(list(group)), version) for version, group in groupby(delivered)],
         ):
             self.record(batch, event)
 
@@ -317,11 +314,8 @@ class _Model(SimulatedRun):
         """
         if batch.state.batch_type == "eval":
             return [], [], []
-        raw: list[tuple[int, int, int, int]] = []
-        for entry in batch.done:
-            event = entry.event
-            assert isinstance(event, ev.RunsFinished)
-            raw += [(event.task, r.run, event.model_version, event.model_version_end) for r in event.runs]
+        done: list[Any] = [entry.event for entry in batch.done]
+        raw = [(e.task, r.run, e.model_version, e.model_version_end) for e in done for r in e.runs]
         gone = [item for item in sorted(raw) if len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0]
         taken = [item for item in sorted(raw) if item not in gone and item[0] in batch.state.statuses]
         if self.store is not None and self.keeping and raw:
@@ -342,9 +336,7 @@ class _Model(SimulatedRun):
             refs = [ev.PayloadRef(digest=out, first=0, count=len(taken))] if taken else []
             self.free.append(batch.batch_id)
         first = 0
-        for entry in batch.done:
-            event = entry.event
-            assert isinstance(event, ev.RunsFinished)
+        for entry, event in zip(batch.done, done, strict=True):
             entry.event = replace(event, payload=ev.PayloadRef(digest=digest, first=first, count=len(event.runs)))
             first += len(event.runs)
         uids = [self._eid(batch, task, run).uid for task, run, _, _ in gone]
