@@ -66,7 +66,6 @@ class Facts:
             self.middle, self.last = rows[len(rows) // 2], rows[-2]
             self.head = log.head().position
             self.eval_id: BatchId = next(r.batch_id for r in log.batches(batch_type="eval"))
-            self.failed_id: BatchId = max(rows, key=lambda r: r.failed_attempts).batch_id
             life = max(log.runner_lives(), key=lambda one: one.attempts_lost)
             self.runner, self.incarnation = life.runner, life.incarnation
             self.version = log.weights()[-2].version
@@ -288,15 +287,16 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 def make_if_missing(url: str, events: int) -> float:
     """Make the log with this number of events unless it exists. Return the size of its database in MB."""
+    path = file_of_log(url)
     try:
         open_log(url).close()
     except LogNotFound:
-        if (path := file_of_log(url)) is not None:
+        if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         make(url, batches=10**9, tasks=64, events=events, keep=50)
         print(f"made {masked(url)} in {time.monotonic() - started:.0f} s", flush=True)
-    if (path := file_of_log(url)) is not None:
+    if path is not None:
         return path.stat().st_size / 2**20
     with open_log(url) as log:
         size = log._events.query(lambda c: c.execute(text("SELECT pg_database_size(current_database())")).scalar_one())

@@ -164,12 +164,11 @@ def both(places: int, durability: str, pipeline: str = "lean") -> Iterator[tuple
 
 
 def in_turn(
-    bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None,
-    repeats: int,
+    bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None
 ) -> tuple[list[float], list[float] | None]:
     """Return the figures of trinity_es and of the known system, if installed, each while the other is suspended."""
     if known is None:
-        return alternate({"ours": ours}, repeats)["ours"], None
+        return alternate({"ours": ours}, REPEATS)["ours"], None
 
     def ours_warmed_up() -> float:
         bench.one(8)
@@ -179,7 +178,7 @@ def in_turn(
         known.one(8, 0.0, TOKENS, 1)
         return theirs(known)
 
-    figures = alternate({"ours": ours_warmed_up, "known": theirs_warmed_up}, repeats, {"ours": bench, "known": known})
+    figures = alternate({"ours": ours_warmed_up, "known": theirs_warmed_up}, REPEATS, {"ours": bench, "known": known})
     return figures["ours"], figures["known"]
 
 
@@ -194,7 +193,7 @@ def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[
     def theirs(system: KnownSystem) -> float:
         return statistics.median(1e3 * system.one(n, 0.0, TOKENS, 1) for _ in range(max(2, few // part)))
 
-    p50, other = in_turn(bench, ours, theirs, known, REPEATS)
+    p50, other = in_turn(bench, ours, theirs, known)
     bench.check()
     name = f"submit -> finalize, {n} no-op task{'s' * (n > 1)}"
     p95 = [percentile(turn, 0.95) for turn in turns]
@@ -208,12 +207,8 @@ def rate(
     bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int, other: str, aim: float
 ) -> Row:
     """Return the row with tasks per second, or runs per second if a task has several runs."""
-    def ours() -> float:
-        return n * runs / bench.one(n, tokens=tokens, runs=runs)
-
-    ours_rates, their_rates = in_turn(
-        bench, ours, lambda system: n * runs / system.one(n, 0.0, tokens, runs), known, REPEATS
-    )
+    ours_rates, their_rates = in_turn(bench, lambda: n * runs / bench.one(n, tokens=tokens, runs=runs),
+                                      lambda system: n * runs / system.one(n, 0.0, tokens, runs), known)
     bench.check(tokens)
     unit = "tasks/s" if runs == 1 else "runs/s"
     return pairs(f"batches of {RATES[n, runs, tokens][0]}", unit, ours_rates, other, their_rates, aim=aim, id="E2")
@@ -223,7 +218,7 @@ def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
     """Return the rows with the share of the ideal speed on 16 places."""
     ideal = 256 / 16 * 0.1
     ours_shares, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
-                           lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known, REPEATS)
+                           lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known)
     bench.check()
     what, unit = "256 tasks of 0.1 s on 16 places", "of the ideal"
     rows = [Row(what, unit, Spread.of(ours_shares), aim=IDEAL_AIM, id="E3")]

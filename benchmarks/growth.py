@@ -131,12 +131,14 @@ def measure_places(counts: Sequence[int]) -> list[Row]:
 
 
 def measure_engines(part: int, counts: Sequence[int]) -> list[Row]:
-    from benchmarks.stand_ins import model_folder, stand_ins
+    from benchmarks.stand_ins import stand_ins
+    from examples.grpo.tiny_model import make_tiny_model
 
     rows = []
     with ExitStack() as servers:
         folder = Path(servers.enter_context(tempfile.TemporaryDirectory(prefix="growth-")))
-        urls = servers.enter_context(stand_ins(folder, model := model_folder(folder), max(counts) + 1))
+        model = str(make_tiny_model(folder / "model", seed=0))
+        urls = servers.enter_context(stand_ins(folder, model, max(counts) + 1))
         for count in counts[1:]:
             with ExitStack() as stack:
                 kinds = [{"engine_type": "http", "model_path": model, "servers": {"urls": some}}

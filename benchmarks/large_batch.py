@@ -117,11 +117,10 @@ def main() -> int:
     watch, rows, details = Watch(), list[Row](), dict[str, Any]()
     tasks, repeats = options.tasks or (QUICK if options.quick else TASKS), 1 if options.quick else options.repeats
     if options.only != "idle":
-        ways = {"evals": lambda: play_large_batch(tasks, True), "tasks": lambda: play_large_batch(tasks, False)}
-        turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in ways}
+        turns: dict[str, list[dict[str, float]]] = {"evals": [], "tasks": []}
         for _ in range(repeats):
-            for kind, way in ways.items():
-                turns[kind].append(way())
+            for kind, figures in turns.items():
+                figures.append(play_large_batch(tasks, evals=kind == "evals"))
         for kind, found in turns.items():
             rows += rows_of(f"a batch of {tasks:,} {kind}", found)
     if options.only != "batch":

@@ -29,7 +29,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -121,30 +121,22 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     digests = list(made)
     size = store.read(digests, checked=True)
 
-    def delivered() -> float:
+    def rate(count_of: Callable[[], int], least: int) -> float:
+        """Return the MB/s at which `count_of` is called. It must return `least` each time."""
         started = time.perf_counter()
-        found = sum(1 for _ in range(ROUNDS) for _ in client.experiences(batch_id))
+        found = sum(count_of() for _ in range(ROUNDS))
         seconds = time.perf_counter() - started
-        if found != ROUNDS * count:
-            raise SystemExit(f"{found} experiences were delivered where {ROUNDS * count} are")
+        if found != ROUNDS * least:
+            raise SystemExit(f"{found} values were read of {count} experiences where {ROUNDS * least} are")
         return ROUNDS * size / seconds / 1e6
 
-    def columns() -> float:
-        started = time.perf_counter()
-        found = sum(compute_values(client.columns(batch_id)) for _ in range(ROUNDS))
-        seconds = time.perf_counter() - started
-        if found != ROUNDS * (count * (tokens + 4 * (tokens - tokens // 2) + 8)):
-            raise SystemExit(f"{found} values were delivered in columns of {count} experiences")
-        return ROUNDS * size / seconds / 1e6
-
-    def floor(checked: bool) -> float:
-        started = time.perf_counter()
-        read = sum(store.read(digests, checked=checked) for _ in range(ROUNDS))
-        return read / (time.perf_counter() - started) / 1e6
-
-    found = alternate(
-        {"columns": columns, "ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
-    )
+    values = count * (tokens + 4 * (tokens - tokens // 2) + 8)
+    found = alternate({
+        "columns": lambda: rate(lambda: compute_values(client.columns(batch_id)), values),
+        "ours": lambda: rate(lambda: sum(1 for _ in client.experiences(batch_id)), count),
+        "floor": lambda: rate(lambda: store.read(digests, checked=False), size),
+        "checked": lambda: rate(lambda: store.read(digests, checked=True), size),
+    }, repeats)
     of, as_columns = f"delivered, {tokens:,} tokens", f"columns, {tokens:,} tokens"
     numbers = count * (tokens + tokens - tokens // 2)  # tokens and logprobs
     each = size / count / 1e6

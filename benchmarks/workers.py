@@ -159,14 +159,12 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
         figures[name] = {"cold": {}}
         print(f"workers of a workflow that imports {name}: median (range)", flush=True)
         for count, rounds in COUNTS.items():
-            here, spawned = [], []
+            found: dict[type[Here] | type[Spawned], list[dict[str, float]]] = {Here: [], Spawned: []}
             for number in range(1 if quick else rounds):
-                kinds: list[type[Here] | type[Spawned]] = [Here, Spawned] if number % 2 else [Spawned, Here]
-                for kind in kinds:
-                    if kind is Here:
-                        here.append(await measure_cold(kind, module, count, _new_folder(folder), warm))
-                    elif count <= (2 if quick else SPAWNED_MOST[name]):
-                        spawned.append(await measure_cold(kind, module, count, _new_folder(folder), warm))
+                for kind in found if number % 2 else reversed(found):
+                    if kind is Here or count <= (2 if quick else SPAWNED_MOST[name]):
+                        found[kind].append(await measure_cold(kind, module, count, _new_folder(folder), warm))
+            here, spawned = found.values()
             names = {"here_s": "s", "counted_s": "counted_s", "here_mb": "mb", "templates_mb": "templates_mb"}
             row = {name: Spread.of([h[key] for h in here]) for name, key in names.items()}
             if spawned:
@@ -174,8 +172,9 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                 row["ratio"] = Spread.of([h["s"] / s["s"] for h, s in zip(here, spawned, strict=True)])
             figures[name]["cold"][count] = row
             show(count, row)
-        found = figures[name]["replaced_s"] = Spread.of(await measure_replacement(module, folder, 5 if quick else 20))
-        print(f"  a killed one replaced within {found.as_text('.3f')} s", flush=True)
+        replaced = Spread.of(await measure_replacement(module, folder, 5 if quick else 20))
+        figures[name]["replaced_s"] = replaced
+        print(f"  a killed one replaced within {replaced.as_text('.3f')} s", flush=True)
     return figures
 
 
