@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.chaos_faults import kill
 from benchmarks.chaos_hosts_trainer import HOST_VARIABLE
 from tests.helpers.namespaces import Network
 
@@ -84,11 +85,7 @@ class Machine:
 
     def kill_one(self, kind: str) -> bool:
         """Kill a process of this kind with SIGKILL. Return False if there is none."""
-        for process in self.processes(kind):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-                return True
-        return False
+        return any(kill([process]) for process in self.processes(kind))
 
     def command_prefix(self) -> list[str]:
         """Return the command prefix that runs a command on this machine."""

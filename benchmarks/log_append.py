@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from sqlalchemy import create_engine, text
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.sample_log import make
+from benchmarks.sample_run import writes_of
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog, Write
@@ -61,17 +61,9 @@ def make_run(folder: Path, events: int) -> list[Appended]:
 
 
 def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
-    """Return the run as appends of `size` events. Neighbouring events of a stream are one write."""
+    """Return the run as appends of `size` events."""
     versions: dict[str, int] = {}
-    groups = []
-    for first in range(0, len(run), size):
-        writes = []
-        for stream, events in groupby(run[first : first + size], key=lambda one: one[0]):
-            stream_events = [event for _, event in events]
-            writes.append(Write(stream=stream, expected_version=versions.get(stream, 0), events=stream_events))
-            versions[stream] = versions.get(stream, 0) + len(stream_events)
-        groups.append(writes)
-    return groups
+    return [writes_of(run[first : first + size], versions) for first in range(0, len(run), size)]
 
 
 def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
@@ -76,6 +76,19 @@ class RunnerModel:
     version: int = 0
     free: int = PLACES
     speed: float = 1.0
+
+
+def writes_of(entries: Sequence[tuple[str, ev.Event]], versions: dict[str, int]) -> list[Write]:
+    """Return (stream, event) entries as writes. Neighbouring events of a stream are one write.
+
+    `versions`: current versions of the streams, which are updated.
+    """
+    writes = []
+    for stream, group in groupby(entries, key=lambda entry: entry[0]):
+        events, version = [event for _, event in group], versions.get(stream, 0)
+        writes.append(Write(stream=stream, expected_version=version, events=events))
+        versions[stream] = version + len(events)
+    return writes
 
 
 class SimulatedRun:
@@ -234,14 +247,7 @@ class SimulatedRun:
         self.entries = []
 
     def _append(self, entries: list[Entry]) -> None:
-        writes: list[Write] = []
-        for entry in entries:
-            version = self.versions.get(entry.stream, 0)
-            if writes and writes[-1].stream == entry.stream:
-                writes[-1].events.append(entry.event)  # type: ignore[attr-defined]  # a list, made below
-            else:
-                writes.append(Write(stream=entry.stream, expected_version=version, events=[entry.event]))
-            self.versions[entry.stream] = version + 1
+        writes = writes_of([(entry.stream, entry.event) for entry in entries], self.versions)
         self.log.times = [entry.at for entry in entries]
         self.commits += 1
         self.log.append(writes, commit_id=f"sample-{self.commits}", lease=self.lease)
