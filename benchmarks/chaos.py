@@ -275,9 +275,8 @@ def main() -> int:
         ("--backend", {"choices": ["sqlite", "postgresql", "both"], "default": "both"}),
         ("--kills", {"type": int, "default": 100, "help": "faults by kill -9, on each backend"}),
         ("--seconds", {"type": float, "default": 420.0, "help": "and no longer than this, on each backend"}),
-        ("--seed", {"type": int, "default": 0}),
         ("--payloads", {"default": "", "help": "store.payloads; `s3`: a bucket of a server that runs meanwhile"}),
-    ], quick=False)
+    ], quick=False, seed=0)
     namespace = in_namespace("benchmarks.chaos")
     backends = ["sqlite", "postgresql"] if options.backend == "both" else [options.backend]
     accounts = []

@@ -353,8 +353,7 @@ def chaos_hosts(
 
 
 def main() -> int:
-    options = options_of(__doc__, [
-        ("--faults", {"type": int, "default": 30}), ("--seed", {"type": int, "default": 0})], quick=False)
+    options = options_of(__doc__, quick=False, faults=30, seed=0)
     if reason := lacks():
         print(f"skipped: {reason}")
         return 0

@@ -183,11 +183,9 @@ class Watch:
     def _times() -> dict[tuple[int, float], tuple[str, float]]:
         found = {}
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 times = process.cpu_times()
                 found[process.pid, process.create_time()] = (process.name(), times.user + times.system)
-            except psutil.Error:
-                continue
         return found
 
     def other_load(self, own: Sequence[str] = ("postgres",)) -> dict[str, Any]:
@@ -206,14 +204,17 @@ class Watch:
 
 
 def options_of(
-    doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True
+    doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True, **defaults: Any
 ) -> argparse.Namespace:
-    """Parse the command line: `--json`, `--quick` unless `quick` is false, and a benchmark's own arguments."""
+    """Parse the command line: `--json`, `--quick` unless `quick` is false, and a benchmark's own arguments.
+
+    `defaults`: default values of further options, which have the type of their default.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
     if quick:
         parser.add_argument("--quick", action="store_true", help="less of everything: does it run at all")
-    for name, more in arguments:
+    for name, more in [*arguments, *((f"--{n}", {"type": type(v), "default": v}) for n, v in defaults.items())]:
         parser.add_argument(name, **more)
     return parser.parse_args()
 
@@ -285,7 +286,6 @@ class Databases:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.missing = folder, list[str]()
-        self._number = 0
         self._server: Any = None
         try:
             self._server = Server(str(folder / "data"), durable=True)
@@ -295,8 +295,7 @@ class Databases:
 
     def new(self, kind: str) -> str:
         if kind == "sqlite":
-            self._number += 1
-            return f"sqlite:///{self.folder}/log_{self._number}.sqlite"
+            return f"sqlite:///{tempfile.mkdtemp(dir=self.folder)}/log.sqlite"
         return str(self._server.url(self._server.new_database()))
 
     def close(self) -> None:

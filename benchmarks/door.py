@@ -171,11 +171,10 @@ def main() -> int:
     options = options_of(__doc__, [
         ("--system", {"action": "store_true", "help": "a runner of a whole system, and its proxy, too"}),
         ("--uvloop", {"action": "store_true", "help": "the first engine on the loop of `vllm serve`"}),
-        ("--model", {"help": "a model folder in HF format"}), ("--connections", {"type": int, "default": 256}),
+        ("--model", {"help": "a model folder in HF format"}),
         ("--each", {"type": int, "default": 2, "help": "requests of each connection in a round"}),
         ("--tokens", {"type": int, "default": 32, "help": "tokens of each answer"}),
-        ("--rounds", {"type": int, "default": 20}),
-    ])
+    ], connections=256, rounds=20)
     rounds, each = (2, 1) if options.quick else (options.rounds, options.each)
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:

@@ -101,8 +101,7 @@ def trained_steps(log: Log) -> list[int]:
 def figures_of(config: Config) -> dict[str, Any]:
     with trinity_es.open_log(config.store.url) as log:
         trained = trained_steps(log)
-        finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
-                           if isinstance(r.event, ev.TaskFinished))
+        finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"]))
         rewards = {str(b.batch_id): b.reward for b in log.batches() if b.batch_type == "eval"}
         return {
             "steps_trained": sorted(set(trained)), "in_order": trained == sorted(trained),
@@ -111,8 +110,7 @@ def figures_of(config: Config) -> dict[str, Any]:
             "finished_twice": sum(n > 1 for n in finished.values()), "complaints": len(log.verify()),
             "evals": sorted(rewards), "reward_before": rewards.get("0/letters"),
             "reward_after": list(rewards.values())[-1] if rewards else None,
-            "decisions": dict(Counter(r.event.decision for r in log.read(types=["RecoveryDecided"])
-                                      if isinstance(r.event, ev.RecoveryDecided))),
+            "decisions": dict(Counter(r.event.decision for r in log.read(types=["RecoveryDecided"]))),
         }
 
 
@@ -194,11 +192,8 @@ def comparison_text(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    options = options_of(__doc__, [
-        ("--steps", {"type": int, "default": 160}), ("--kills", {"type": int, "default": 1}),
-        ("--undisturbed", {"type": int, "default": 1}),
-        ("--seed", {"type": int, "default": 0}), ("--engine", {"choices": ["vllm", "scripted"], "default": "vllm"}),
-    ], quick=False)
+    options = options_of(__doc__, [("--engine", {"choices": ["vllm", "scripted"], "default": "vllm"})], quick=False,
+                         steps=160, kills=1, undisturbed=1, seed=0)
     found = compare(steps=options.steps, kills=options.kills, undisturbed=options.undisturbed, seed=options.seed,
                     engine=options.engine)
     print(comparison_text(found))

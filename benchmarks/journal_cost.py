@@ -134,7 +134,7 @@ def measure_no_ops(repeats: int) -> list[Row]:
 
 
 def main() -> int:
-    options = options_of(__doc__, [("--pairs", {"type": int, "default": 24})])
+    options = options_of(__doc__, pairs=24)
     watch, repeats = Watch(), 2 if options.quick else options.pairs
     with tempfile.TemporaryDirectory(prefix="journal-cost-") as folder:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))

@@ -111,9 +111,8 @@ def rows_of(name: str, results: list[dict[str, float]]) -> list[Row]:
 def main() -> int:
     options = options_of(__doc__, [
         ("--tasks", {"type": int, "help": f"of the batch (default: {TASKS:,}, with --quick {QUICK:,})"}),
-        ("--repeats", {"type": int, "default": REPEATS}),
         ("--only", {"choices": ["batch", "idle"]}),
-    ])
+    ], repeats=REPEATS)
     watch, rows, details = Watch(), list[Row](), dict[str, Any]()
     tasks, repeats = options.tasks or (QUICK if options.quick else TASKS), 1 if options.quick else options.repeats
     if options.only != "idle":

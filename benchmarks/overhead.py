@@ -178,11 +178,9 @@ def main() -> int:
     options = options_of(__doc__, [
         ("cases", {"nargs": "*", "choices": [*CASES, []], "help": "default: all"}),
         ("--model", {"help": "a model folder in HF format"}),
-        ("--tasks", {"type": int, "default": 64}),
         ("--runs", {"type": int, "default": 8, "help": "runs of each task"}),
         ("--tokens", {"type": int, "default": 160, "help": "tokens of each run"}),
-        ("--rounds", {"type": int, "default": 24}),
-    ])
+    ], tasks=64, rounds=24)
     watch, rounds = Watch(), 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))

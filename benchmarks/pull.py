@@ -86,8 +86,7 @@ def measure(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    args = options_of(__doc__, [
-        ("--gib", {"type": float, "default": 1.0}), ("--rounds", {"type": int, "default": 5})], quick=False)
+    args = options_of(__doc__, quick=False, gib=1.0, rounds=5)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         each = int(args.gib * 2**30 / FILES)
         for n in range(FILES):

@@ -152,9 +152,7 @@ def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:
 def main() -> int:
     options = options_of(__doc__, [
         ("what", {"nargs": "*", "choices": ["coordinator", "history", []], "help": "default: both"}),
-        ("--kills", {"type": int, "default": 20}), ("--events", {"type": int, "default": 1_000_000}),
-        ("--rounds", {"type": int, "default": 5}),
-    ], quick=False)
+    ], quick=False, kills=20, events=1_000_000, rounds=5)
     what = options.what or ["coordinator", "history"]
     watch, figures = Watch(), dict[str, Any]()
     if "coordinator" in what:

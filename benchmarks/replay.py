@@ -160,9 +160,8 @@ def make_logs(places: Databases, folder: str | None, events: int) -> dict[str, s
 def main() -> int:
     options = options_of(__doc__, [
         ("--events", {"type": int, "help": f"of the log (default: {EVENTS:,}, with --quick {QUICK:,})"}),
-        ("--repeats", {"type": int, "default": REPEATS}),
         ("--folder", {"help": "folder that keeps the SQLite log for the next time (default: none)"}),
-    ])
+    ], repeats=REPEATS)
     events = options.events or (QUICK if options.quick else EVENTS)
     with databases() as places:
         urls = make_logs(places, options.folder, events)

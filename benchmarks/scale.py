@@ -126,8 +126,7 @@ def main() -> int:
         ("--seconds", {"type": float, "default": 60.0, "help": "how long a unit takes, in the mean"}),
         ("--churn", {"type": float, "default": 0.0, "help": "virtual seconds between what happens to hosts"}),
         ("--repeats", {"type": int, "default": 1, "help": "medians over so many"}),
-        ("--seed", {"type": int, "default": 0}),
-    ], quick=False)
+    ], quick=False, seed=0)
     watch = Watch()
     print("hosts runners   units  us/task   " + "".ljust(70) + "standing  events  messages   KB of   longest stretch")
     print("                        of CPU   " + "".ljust(70) + "ms/s     a task    a task   a unit")

@@ -91,11 +91,10 @@ def measure_simulated(hosts: int, tasks: int, places: int, seconds: float, repea
 
 def main() -> int:
     options = options_of(__doc__, [
-        ("--hosts", {"type": int_list, "default": [1, 2, 4]}), ("--tasks", {"type": int, "default": 600}),
+        ("--hosts", {"type": int_list, "default": [1, 2, 4]}),
         ("--places", {"type": int, "default": 32, "help": "of each runner"}),
         ("--seconds", {"type": float, "default": 1.0, "help": "how long a task takes"}),
-        ("--repeats", {"type": int, "default": 3}),
-    ], quick=False)
+    ], quick=False, tasks=600, repeats=3)
     os.environ["TRINITY_ES_KEY"] = KEY
     print("hosts besides   CPU us/task of the   of its main   simulated   idle   events   commits")
     print("the head        coordinator          thread                    ms/s   a task   a task")

@@ -205,11 +205,9 @@ WRONG = ("other prompts", "steps beyond the end", "generated again", "submitted 
 
 def main() -> int:
     args = options_of(__doc__, [
-        ("--kills", {"type": int, "default": 20}), ("--undisturbed", {"type": int, "default": 5}),
-        ("--seed", {"type": int, "default": 0}), ("--steps", {"type": int, "default": 100}),
         ("--alone", {"action": "store_true"}), ("--folder", {"type": Path}),
         ("--set", {"action": "append", "default": [], "help": "an override of the example's config"}),
-    ], quick=False)
+    ], quick=False, kills=20, undisturbed=5, seed=0, steps=100)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="trl-kills-")).absolute()
     told: dict[str, Any] = {"kills": args.kills, "seed": args.seed, "steps": args.steps, "alone": args.alone}
     rewards, plan = [], None

@@ -148,23 +148,23 @@ class Bench:
         self.version += 1
         self.client.sync_weights(self.version, self.models[self.version % 2])
 
-    def last_change(self) -> Change:
-        """Return the durations of the last change, from the engine's new notes."""
+    def read_notes(self) -> list[list[str]]:
+        """Return the new notes, which are seen from now on."""
         notes = self.new_notes()
         self.seen += len(notes)
-        return Change.of(notes)
+        return notes
 
     def change_idle(self) -> float:
         """Change the weights of the idle engine, and return the seconds of vLLM's reload."""
-        self.seen += len(self.new_notes())
+        self.read_notes()
         self.sync()
-        return self.last_change().calls["reload_weights"]
+        return Change.of(self.read_notes()).calls["reload_weights"]
 
     def change_busy(self) -> float:
         """Change the weights while all requests are in flight, and return the seconds without a token."""
         for _ in range(TRIES):
             if self.change_in_flight():
-                self.changes.append(self.last_change())
+                self.changes.append(Change.of(self.read_notes()))
                 return self.changes[-1].silent
             self.missed += 1
         raise AssertionError("the requests were over each time before the weights had changed")
@@ -172,7 +172,7 @@ class Bench:
     def change_in_flight(self) -> bool:
         """Change the weights during a batch. Return whether all of its requests were in flight at the change."""
         self.batch += 1
-        self.seen += len(self.new_notes())
+        self.read_notes()
         tasks = [
             trinity_es.Task(
                 workflow="single_turn", raw_task={"prompt": f"{self.batch}:{i}="},
