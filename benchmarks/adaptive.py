@@ -106,7 +106,6 @@ class System:
         self.number = 0
 
     def run(self, load: Workload) -> float:
-        """Play a batch, and return its tokens per second from submit to the end of finalize."""
         self.number += 1
         return token_rate(self.client, self.number, load.batch(self.number), load.all_tokens)
 

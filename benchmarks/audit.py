@@ -241,7 +241,6 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
 
 @contextmanager
 def running_dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Run a dashboard of this log for this block. Yields its address and its process."""
     words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url, "--no-token"]
     process = psutil.Popen(words, stdout=subprocess.PIPE, text=True)
     try:

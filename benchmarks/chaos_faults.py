@@ -182,7 +182,6 @@ class Faults:
         return True
 
     def fill_disk(self) -> bool:
-        """Fill the disk that holds the log, payloads and text logs, then free the space."""
         assert self.disk is not None
         self.disk.fill()
         time.sleep(FULL_SECONDS)

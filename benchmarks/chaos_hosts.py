@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,7 +106,7 @@ class HostsChaos:
         self.account = HostsAccount("hosts")
         self.faults: list[Fault] = []
         self.killed: set[str] = set()
-        self.tasks, self.timeout, self.calm, self.calm_since = tasks, timeout, CALM_SECONDS, 0.0
+        self.tasks, self.timeout, self.calm_since = tasks, timeout, 0.0
 
     # --- what is waited for -----------------------------------------------------------------------------------------
     def wait(self, condition: Callable[[], T], what: str, seconds: float) -> T | None:
@@ -118,16 +119,12 @@ class HostsChaos:
             time.sleep(0.2)
         return found
 
-    def leader(self) -> dict[str, Any]:
-        """Return the leader's record in the lease; {} if there is none or the database is unreachable."""
+    def leading_head(self) -> HeadMachine | None:
+        """Return the head that has the lease if its coordinator is alive and the database is reachable."""
+        lease = None
         with contextlib.suppress(TrinityError), EventLog.open(self.database.url, read_only=True) as log:
             lease = log.read_lease("coordinator")
-            return (lease.owner or {}) if lease is not None else {}
-        return {}
-
-    def leading_head(self) -> HeadMachine | None:
-        """Return the leading head if its coordinator is alive."""
-        where = self.leader().get("hosts")
+        where = lease.owner.get("hosts") if lease is not None and lease.owner else None
         return next((h for h in self.heads if h.address == where and h.processes("Coordinator")), None)
 
     def active_hosts(self) -> list[HostMachine]:
@@ -144,8 +141,8 @@ class HostsChaos:
         self.wait(self.leading_head, "somebody leads", MEND_SECONDS)
         for host in self.active_hosts():
             since = last.until if last is not None and last.restarts and last.host == host.name else 0.0
-            if not self.wait(lambda h=host, s=since: self.watch.serves(h.name, s),  # type: ignore[misc]
-                             f"host {host.name} works after {last.kind if last else 'its start'}", MEND_SECONDS):
+            what = f"host {host.name} works after {last.kind if last else 'its start'}"
+            if not self.wait(partial(self.watch.serves, host.name, since), what, MEND_SECONDS):
                 host.kill()
                 host.start()
         count = self.watch.finished()
@@ -163,13 +160,11 @@ class HostsChaos:
             host.start()
         self.heads[1].start()
         for host in self.hosts.values():
-            self.wait(lambda h=host: self.watch.serves(h.name, 0.0), f"host {host.name} works", 120)  # type: ignore[misc]
+            self.wait(partial(self.watch.serves, host.name, 0.0), f"host {host.name} works", 120)
         self.trainer.run_on(list(self.hosts.values()))
         self.wait_recovered()
-        if measured:
-            time.sleep(3)
-        else:
-            self.calm = 0.0
+        time.sleep(3 if measured else 0)
+        self.calm = CALM_SECONDS if measured else 0.0
         quiet, offset = time.time(), time.time() - time.monotonic()
         time.sleep(2 * self.calm)
         quiet_time = quiet, time.time()
@@ -191,7 +186,6 @@ class HostsChaos:
         return [every[n % len(every)] for n in range(count)]
 
     def record_fault(self, kind: str, host: str, **more: Any) -> Fault:
-        """Record that a fault begins now, and return its record."""
         fault = Fault(kind, host, time.time(), **more)
         self.faults.append(fault)
         self.account.faults[kind] += 1

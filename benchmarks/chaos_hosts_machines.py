@@ -88,7 +88,6 @@ class Machine:
         return any(kill([process]) for process in self.processes(kind))
 
     def command_prefix(self) -> list[str]:
-        """Return the command prefix that runs a command on this machine."""
         first = self.first_process()
         return ["nsenter", "-t", str(first.pid if first else 0), "-p", "-m", "-n"]
 

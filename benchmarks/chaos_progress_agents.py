@@ -123,8 +123,6 @@ class Payer(Workflow):
 
 @dataclass
 class Agents:
-    """Counts over the agents and payers of all batches."""
-
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KILLED, 0))
     runs: int = 0
     calls: int = 0

@@ -215,7 +215,6 @@ def rate(
 
 
 def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
-    """Return the rows with the share of the ideal speed on 16 places."""
     ideal = 256 / 16 * 0.1
     ours_shares, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
                            lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known)

@@ -38,7 +38,6 @@ IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
 
 @contextmanager
 def system(runners: int) -> Iterator[trinity_es.RolloutClient]:
-    """Run a new system for this block."""
     with tempfile.TemporaryDirectory(prefix="large-") as folder:
         config = explore_config(folder, PLACES, {"engine_type": "scripted", "engine_num": runners})
         with running(config) as client:
@@ -84,7 +83,6 @@ def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
 
 
 def measure_idle(seconds: float) -> dict[str, Any]:
-    """Return memory and CPU of an idle system, measured over these seconds."""
     with system(RUNNERS) as client:
         time.sleep(min(10.0, seconds))  # until the start's own work is over
         members = members_of(client)

@@ -143,7 +143,6 @@ class Psycopg(Driver):
         self.connection.execute("SET synchronous_commit = on")
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert the rows in one transaction, and return when they are durable."""
         with self.connection.transaction(), self.connection.cursor() as cursor:
             cursor.executemany(self.statement, rows)
 
@@ -176,7 +175,6 @@ def insert_all(driver: Sqlite | Psycopg, rows: Sequence[tuple[Any, ...]], size: 
 
 
 def measure(places: Databases, kind: str, run: list[Appended], size: int, repeats: int) -> Row:
-    """Return the row for groups of one size on one kind of database."""
     groups = groups_of(run, size)
     append_all(url := places.new(kind), groups)  # also warms up
     rows = stored_rows(url)

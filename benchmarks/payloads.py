@@ -70,7 +70,6 @@ class Store:
         return self.root / digest[:2] / digest
 
     def files(self) -> dict[str, int]:
-        """Return {name of a file: its size}."""
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
     def read(self, digests: Sequence[str], *, checked: bool) -> int:
@@ -105,7 +104,6 @@ def compute_values(columns: ExperienceColumns) -> int:
 
 
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
-    """Play one batch, measure each way to read it in turn, and return the rows."""
     store = Store(bench.config.store.url)
     before = store.files()
     bench.one(count, tokens=tokens, reward=reward_of)

@@ -116,7 +116,6 @@ def measured_rate(work: Callable[[], int], most: int | None = None) -> Callable[
 
 
 def measure(urls: dict[str, str], events: dict[str, int], repeats: int) -> list[Row]:
-    """Measure replay, rebuild, verify and the floor on each log in turn, and return the rows."""
     before = {kind: read_model_rows(url) for kind, url in urls.items()}
     ways: dict[str, Callable[[], float]] = {}
     for kind, url in urls.items():

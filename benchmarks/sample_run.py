@@ -235,7 +235,6 @@ class SimulatedRun:
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending entries in order."""
         if self.alive:  # shift the entries, so that the run goes on at the present time
             later = time.time() - self.now
             for entry in self.entries:

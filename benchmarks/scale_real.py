@@ -43,7 +43,6 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 
 
 def measure_real(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> dict[str, Any]:
-    """Play batches on a head and this many joined hosts, and return the figures."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-")))
         database = stack.enter_context(server())

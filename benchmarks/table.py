@@ -70,7 +70,6 @@ def verdict(row: Row) -> str:
 
 
 def row_of(fields: Mapping[str, Any]) -> Row:
-    """Return the row with these fields, which were read from JSON."""
     spreads = {key: None if fields.get(key) is None else Spread(**fields[key]) for key in ("ours", "theirs", "ratio")}
     return Row(**{k: v for k, v in fields.items() if k != "met"} | spreads)
 

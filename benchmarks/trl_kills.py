@@ -72,7 +72,6 @@ class Trainee:
 
     @property
     def config(self) -> Config:
-        """Config of the system that the trainer uses."""
         return load_config(EXAMPLE, [
             f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
 

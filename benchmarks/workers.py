@@ -113,7 +113,6 @@ class Spawned:
 async def measure_cold(
     kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, warm: Sequence[str]
 ) -> dict[str, float]:
-    """Play the first `count` tasks of a new pool, and return seconds and memory."""
     pool = kind(module, count)
     try:
         if warm and isinstance(pool, Here):
