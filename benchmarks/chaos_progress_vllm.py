@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_progress_engine import show_progress, system, task
+from benchmarks.systems import TINY
 from examples.grpo.tiny_model import make_tiny_model
 from tests.helpers.journals import RUN, Written, ask
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
@@ -219,7 +220,7 @@ class OnVLLM:
 async def compare_distributions(n: int, seed: int) -> tuple[dict[str, float], list[Compared]]:
     with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
         path = str(make_tiny_model(Path(name) / "model", seed=0))
-        engine = VLLMEngine(EngineConfig(model_path=path, max_model_len=256, gpu_memory_utilization=0.3))
+        engine = VLLMEngine(EngineConfig(model_path=path, **TINY))
         await engine.start()
         try:
             found = list[Compared]()

@@ -37,6 +37,7 @@ import trinity_es
 from benchmarks.child_processes import piped
 from benchmarks.compared import Watch, about, load_text, options_of, write_json
 from benchmarks.overhead import spread
+from benchmarks.systems import TINY
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.commands import GetRoutes
 from trinity_es.actors.engines.interface import EngineConfig
@@ -48,6 +49,7 @@ from trinity_es.actors.serving.http_server import listen, start_serving, url_of
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.config.config import load_config
 from trinity_es.system import running_system
+from trinity_es.testing import wait_until
 
 NAME, TOKEN = "tiny", "secret"
 IN_ONE_PROCESS = ("vllm", "logprobs", "door", "session")
@@ -98,14 +100,12 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
 def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
     """Run a system in mode `serve`. Yields {"runner": (url, key), "proxy": (url, key)}."""
     file = folder / "config.yaml"
-    rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
-    file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": rollout}}))
+    file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": {"model_path": model, **TINY}}}))
     command = [sys.executable, "-m", "trinity_es", "serve", str(file), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         lines = ""
         while "}" not in lines:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line, "the proxy ended"
             lines += line
@@ -128,12 +128,7 @@ def run_client(connections: int, each: int, tokens: int, pipe: Connection) -> No
 
     while (request := pipe.recv()) is not None:
         url, key, model, number, fields = request
-        try:
-            work = send_requests(url, key, {"model": model, **fields}, number, connections, each, tokens)
-            pipe.send(uvloop.run(work))
-        except Exception as e:
-            pipe.send(e)
-            raise
+        pipe.send(uvloop.run(send_requests(url, key, {"model": model, **fields}, number, connections, each, tokens)))
 
 
 async def send_requests(
@@ -179,7 +174,7 @@ def main() -> int:
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
-        config = EngineConfig(model_path=model, max_model_len=256, gpu_memory_utilization=0.3)
+        config = EngineConfig(model_path=model, **TINY)
         pipe, pid = stack.enter_context(piped(run_servers, config, options.uvloop))
         clients, _ = stack.enter_context(piped(run_client, options.connections, each, options.tokens))
         ways = {name: (url, TOKEN, NAME) for name, url in pipe.recv().items()}
@@ -194,10 +189,7 @@ def main() -> int:
                 wait_until_idle()
                 before = cpu_seconds(pid)
                 clients.send((*ways[name], number, EXTRA_FIELDS.get(name, {})))
-                answer = clients.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                seconds, own = answer
+                seconds, own = clients.recv()
                 if number:  # the first round warms up
                     speeds[name].append(options.connections * each * options.tokens / seconds)
                     shares[name].append(own / seconds)
@@ -209,11 +201,8 @@ def main() -> int:
 
 def wait_until_idle() -> None:
     """Wait until the machine is idle, so the previous case's work, such as writes to the log, is done."""
-    deadline = time.monotonic() + 30
     time.sleep(0.3)
-    while psutil.cpu_percent(0.5) > 5:
-        if time.monotonic() > deadline:
-            raise RuntimeError("the machine is busy between the cases: measure where nothing else runs")
+    wait_until(lambda: psutil.cpu_percent(0.5) <= 5, "the machine to be idle between the cases", 30)
 
 
 def cpu_seconds(pid: int) -> float:

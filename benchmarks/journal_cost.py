@@ -26,6 +26,7 @@ import psutil
 from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, family_of, options_of, pairs, report
 from benchmarks.dispatch import Bench
 from benchmarks.overhead import CASES, LOWER_AIM, Conversation, pin, prompts, spread, through_system
+from benchmarks.systems import TINY
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import Experience
 from trinity_es.workflows import SingleTurnWorkflow
@@ -104,8 +105,7 @@ def vllm_work(bench: Bench, case: str, numbers: Iterator[int]) -> Work:
 
 
 def measure_vllm(model: str, repeats: int) -> list[Row]:
-    rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
-    with Bench(TASKS, "power", [{"name": "grpo"}], rollout=rollout) as bench:
+    with Bench(TASKS, "power", [{"name": "grpo"}], rollout={"model_path": model, **TINY}) as bench:
         pin(*family_of(coordinator_of(bench.client)))
         numbers, rows = itertools.count(1), list[Row]()
         for case in UNRECORDED:

@@ -12,7 +12,7 @@ import trinity_es
 from trinity_es.client.teardown import end_system
 from trinity_es.system import lifecycle
 
-TINY = {"max_model_len": 256, "gpu_memory_utilization": 0.3}
+TINY: dict[str, Any] = {"max_model_len": 256, "gpu_memory_utilization": 0.3}
 """Section `explorer.rollout_model` for vLLM with a tiny model."""
 READY_SECONDS = 300.0
 """Time limit for runners to be ready; a hundred runners took more than a minute on two slow cores."""
