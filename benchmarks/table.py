@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.compared import Row, Spread, load_text, number_format, options_of
 
@@ -31,8 +30,7 @@ SOURCES = {
 """{benchmark: id of the aim of its rows, unless a row names its own}."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     id: str
     what: str
     ours: str = ""
@@ -86,9 +84,8 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
 def markdown(table: list[Line]) -> Iterator[str]:
     yield "| | what | here | against | | here / that | aim | |"
     yield "|---|---|---|---|---|---|---|---|"
-    for one in table:
-        yield (f"| {one.id} | {one.what} | {one.ours} | {one.other} | {one.theirs} | {one.ratio} | {one.aim} "
-               f"| {one.verdict} |")
+    for line in table:
+        yield f"| {' | '.join(line)} |"
 
 
 def context_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
