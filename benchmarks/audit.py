@@ -31,13 +31,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlencode
+from typing import Any
+from urllib.parse import quote
 
 import psutil
 from sqlalchemy import text
@@ -49,10 +49,8 @@ from benchmarks.sample_log import make
 from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
 from trinity_es.events.store.database.urls import masked, parse_url
-from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 
-T = TypeVar("T")
 SECONDS, MEGABYTES = 1.0, 500.0
 """The budget of each page and each command."""
 
@@ -63,15 +61,18 @@ class Facts:
     def __init__(self, url: str) -> None:
         with open_log(url) as log:
             rows = [row for row in log.batches() if row.batch_type == "train" and row.state == "finalized"]
-            self.middle, self.last = rows[len(rows) // 2], rows[-2]
+            self.middle = middle = rows[len(rows) // 2]
             self.head = log.head().position
-            self.eval_id: BatchId = next(r.batch_id for r in log.batches(batch_type="eval"))
             life = max(log.runner_lives(), key=lambda one: one.attempts_lost)
-            self.runner, self.incarnation = life.runner, life.incarnation
-            self.version = log.weights()[-2].version
-        self.at = (self.middle.first_position + self.middle.last_position) // 2
-        moment = datetime.fromtimestamp(self.middle.submitted_at + 0.4, UTC)
-        self.time, self.when = moment.timestamp(), moment.isoformat()
+            self.at = (middle.first_position + middle.last_position) // 2
+            moment = datetime.fromtimestamp(middle.submitted_at + 0.4, UTC)
+            self.time = moment.timestamp()
+            self.values: dict[str, Any] = {
+                "BATCH": middle.batch_id, "LAST": rows[-2].batch_id, "POSITION": self.at, "END": middle.last_position,
+                "EVAL": next(r.batch_id for r in log.batches(batch_type="eval")), "TIME": moment.isoformat(),
+                "RUNNER": life.runner, "LIFE": life.incarnation, "VERSION": log.weights()[-2].version,
+            }
+            """{word in `COMMANDS` and `PAGES`: its value}."""
 
 
 def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
@@ -94,72 +95,24 @@ def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
     }
 
 
-def command_arguments(f: Facts, folder: str) -> dict[str, list[str]]:
-    batch, last = str(f.middle.batch_id), str(f.last.batch_id)
-    return {
-        "batches": [],
-        "batches --json": [],
-        "batches --sort reward": ["-n", "20"],
-        "show BATCH": [batch],
-        "show BATCH --all": [batch],
-        "show BATCH --json": [batch],
-        "show EVAL": [str(f.eval_id)],
-        "show BATCH --task": [last, "3", "--run", "0"],
-        "events -n": ["100"],
-        "events --last": ["100"],
-        "events BATCH": [batch],
-        "events --type RunnerLost": [],
-        "events --type TaskFinished": ["-n", "100"],
-        "events --after": [str(f.at), "-n", "100", "--json"],
-        "replay BATCH": [batch],
-        "replay BATCH --at POSITION": [batch, str(f.at)],
-        "replay BATCH --at TIME": [batch, f.when],
-        "diff BATCH --at POSITION --at POSITION": [batch, str(f.at), str(f.middle.last_position)],
-        "why": [],
-        "why BATCH": [batch],
-        "watch --once": [],
-        "what-if BATCH": [batch, "--timeout", "5"],
-        "runners": [],
-        "weights": [],
-        "usage": [],
-        "prompts": [],
-        "export BATCH --experiences": [last, f"{folder}/batch.jsonl", "--force"],
-        "export BATCH --events": [batch, f"{folder}/events.jsonl", "--force"],
-        "export BATCH --trace": [batch, f"{folder}/trace.json", "--force"],
-        "export BATCH --html": [last, f"{folder}/batch.html", "--force"],
-    }
+COMMANDS = (
+    "batches", "batches --json", "batches --sort reward -n 20", "show BATCH", "show BATCH --all", "show BATCH --json",
+    "show EVAL", "show LAST --task 3 --run 0", "events -n 100", "events --last 100", "events BATCH",
+    "events --type RunnerLost", "events --type TaskFinished -n 100", "events --after POSITION -n 100 --json",
+    "replay BATCH", "replay BATCH --at POSITION", "replay BATCH --at TIME", "diff BATCH --at POSITION --at END", "why",
+    "why BATCH", "watch --once", "what-if BATCH --timeout 5", "runners", "weights", "usage", "prompts",
+    "export LAST --experiences FILE --force", "export BATCH --events FILE --force",
+    "export BATCH --trace FILE --force", "export LAST --html FILE --force",
+)
+"""Commands of `trinity-es`. Words in capitals stand for values of the log."""
 
 
-def command_argv(name: str, values: list[str], log: str) -> list[str]:
-    """Return the argv of a command. Words in capitals are replaced by `values` in order; the others are appended."""
-    left, words = list(values), []
-    for word in name.split():
-        words.append(left.pop(0) if word.isupper() else word)
-    return [sys.executable, "-m", "trinity_es", *words, *left, "--log", log]
-
-
-def page_queries(f: Facts) -> dict[str, dict[str, Any]]:
-    batch, last = f.middle.batch_id, f.last.batch_id
-    return {
-        "/": {},
-        "/batches": {},
-        "/batches?sort": {"sort": "reward"},
-        "/batch": {"id": batch},
-        "/batch?at": {"id": batch, "at": f.at},
-        "/events": {},
-        "/events?rare": {"kind": "rare"},
-        "/events?before": {"before": f.at},
-        "/rollouts": {},
-        "/rollouts?id": {"id": last},
-        "/rollout": {"id": last, "task": 3, "run": 0},
-        "/runners": {},
-        "/runner": {"name": f.runner},
-        "/runner?life": {"name": f.runner, "life": f.incarnation},
-        "/weights": {},
-        "/weights?version": {"version": f.version},
-        "/compare": {"id": batch, "at": f.at, "id2": batch, "at2": f.middle.last_position},
-        "/metrics": {},
-    }
+PAGES = (
+    "/", "/batches", "/batches?sort=reward", "/batch?id=BATCH", "/batch?id=BATCH&at=POSITION", "/events",
+    "/events?kind=rare", "/events?before=POSITION", "/rollouts", "/rollouts?id=LAST", "/rollout?id=LAST&task=3&run=0",
+    "/runners", "/runner?name=RUNNER", "/runner?name=RUNNER&life=LIFE", "/weights", "/weights?version=VERSION",
+    "/compare?id=BATCH&at=POSITION&id2=BATCH&at2=END", "/metrics",
+)
 
 
 class Table:
@@ -168,8 +121,8 @@ class Table:
         self.rows: list[dict[str, Any]] = []
         self.missing: list[str] = []
 
-    def wanted(self, kind: str, measured: Mapping[str, T]) -> dict[str, T]:
-        return {name: value for name, value in measured.items() if self.only in f"{kind} {name}"}
+    def wanted(self, kind: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.only in f"{kind} {name}"]
 
     def add(self, kind: str, name: str, times: list[float], cpu: float, megabytes: float, **more: Any) -> None:
         p95, most, rounds = percentile(times, 0.95), max(times), len(times)
@@ -178,17 +131,18 @@ class Table:
         row["over"] = [what for what, over in (("time", p95 > SECONDS), ("memory", megabytes > MEGABYTES)) if over]
         self.rows.append(row)
         mark = f"   OVER: {', '.join(row['over'])}" if row["over"] else ""
-        print(f"  {kind:8} {name:34} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {most:7.3f} s   "
+        print(f"  {kind:8} {name:48} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {most:7.3f} s   "
               f"cpu {row['cpu']:6.3f} s   {megabytes:6.0f} MB{mark}", flush=True)
 
 
 def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
     with open_log(url) as log:
-        for name, ask in table.wanted("read", read_calls(f)).items():
+        calls = read_calls(f)
+        for name in table.wanted("read", calls):
             times, cpu = [], time.process_time()
             for _ in range(rounds):
                 started = time.perf_counter()
-                ask(log)
+                calls[name](log)
                 times.append(time.perf_counter() - started)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this process so far
             table.add("read", name, times, time.process_time() - cpu, peak)
@@ -211,8 +165,11 @@ def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
 
 def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        for name, values in table.wanted("command", command_arguments(f, folder)).items():
-            words, times, cpu, peak = command_argv(name, values, url), [], 0.0, 0.0
+        values = f.values | {"FILE": f"{folder}/exported"}
+        for name in table.wanted("command", COMMANDS):
+            arguments = [str(values.get(word, word)) for word in name.split()]
+            words = [sys.executable, "-m", "trinity_es", *arguments, "--log", url]
+            times, cpu, peak = [], 0.0, 0.0
             for _ in range(rounds):
                 seconds, worked, megabytes, code, said = run_command(words)
                 if code not in (0, 1):
@@ -227,7 +184,7 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
     """Measure commands that read every event, in events per second. They have no time budget."""
-    for name in table.wanted("whole", {"verify": url, "rebuild": url}):
+    for name in table.wanted("whole", ["verify", "rebuild"]):
         words = [sys.executable, "-m", "trinity_es", name, "--log", url]
         seconds, cpu, megabytes, code, said = run_command(words)
         if code:
@@ -236,7 +193,7 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
         row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
                "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
         table.rows.append(row)
-        print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB", flush=True)
+        print(f"  whole    {name:48} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB", flush=True)
 
 
 @contextmanager
@@ -255,11 +212,11 @@ def running_dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
-    if not (asked := table.wanted("page", page_queries(f))):
+    if not (pages := table.wanted("page", PAGES)):
         return
     with running_dashboard(url) as (base, process):
-        for name, values in asked.items():
-            where = f"{base}{name.partition('?')[0]}" + (f"?{urlencode(values)}" if values else "")
+        for name in pages:
+            where = base + re.sub("[A-Z]+", lambda word: quote(str(f.values[word[0]])), name)
             times, size, worked = [], 0, sum(process.cpu_times()[:2])
             try:
                 for _ in range(rounds):
