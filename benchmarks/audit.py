@@ -165,7 +165,7 @@ def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
 
 def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        values = f.values | {"FILE": f"{folder}/exported"}
+        values = f.values | {"FILE": f"{folder}/exported.jsonl"}
         for name in table.wanted("command", COMMANDS):
             arguments = [str(values.get(word, word)) for word in name.split()]
             words = [sys.executable, "-m", "trinity_es", *arguments, "--log", url]
