@@ -92,9 +92,7 @@ def _owner(alive: bool) -> dict[str, Any]:
 class _Model(SimulatedRun):
     """Simulated run with its batches: submit, dispatch, attempts, finalize."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.open: _Batch | None = None
+    open: _Batch | None = None
 
     def kill(self, runner: RunnerModel) -> None:
         """Let a runner die with its units, and start it again later. Sometimes its engine fails first."""

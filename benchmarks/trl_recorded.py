@@ -45,22 +45,18 @@ def _note(folder: Path, columns: dict[str, Any], rewards: list[float | None]) ->
         file.write(json.dumps(line).encode() + b"\n")
 
 
-def _with_rows(letters: Any) -> Any:
+def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
+    letters = train.letters
+
     def numbered(file: Path) -> Dataset:
         rows = letters(file)
         return rows.add_column("row", list(range(len(rows))))
-
-    return numbered
-
-
-def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
-    train.letters = _with_rows(train.letters)
 
     def recorded(reward: list[float | None], **columns: Any) -> list[float | None]:
         _note(folder, columns, reward)
         return reward
 
-    train.rollout_reward = recorded
+    train.letters, train.rollout_reward = numbered, recorded
 
     def make(**given: Any) -> GRPOTrainer:
         TRAINERS.append(GRPOTrainer(**{**given, "callbacks": [*given.get("callbacks", []), Beats(folder)]}))
