@@ -91,14 +91,10 @@ class Evidence:
                 elif isinstance(event, ev.TasksDispatched) and item.stream.startswith("batch/"):
                     batch = int(item.stream.removeprefix("batch/"))
                     dispatched.update((batch, unit.task) for unit in event.units)
-                    account.run_again.extend(
-                        f"task {unit.task} of batch {batch} dispatched after it was finished"
-                        for unit in event.units
-                        if (batch, unit.task) in finished
-                    )
+                    account.run_again += [f"task {unit.task} of batch {batch} dispatched after it was finished"
+                                          for unit in event.units if (batch, unit.task) in finished]
             account.duplicated += [f"run {key} recorded {n} times" for key, n in recorded.items() if n > 1]
-            rows = {int(str(row.batch_id)): row for row in log.batches()}
-            account.batches, account.tasks = len(rows), len(finished)
+            account.batches, account.tasks = len(log.batches()), len(finished)
             for batch in sorted(self.submitted):
                 state = log.replay(batch)
                 if batch not in self.finalized:
@@ -127,10 +123,8 @@ class Evidence:
 
     def check_experiences(self, state: trinity_es.BatchState, batch: int, account: Account) -> None:
         """Read the delivered experiences of a batch, and add missing and duplicate ones to the account."""
-        payloads = open_payloads(self.url)
-        seen: Counter[tuple[Any, ...]] = Counter()
-        for ref in state.experiences:
-            seen.update((e.eid.task, e.eid.run, e.eid.step) for e in read_experiences(payloads, [ref]))
+        delivered = read_experiences(open_payloads(self.url), state.experiences)
+        seen = Counter((e.eid.task, e.eid.run, e.eid.step) for e in delivered)
         account.duplicated += [f"experience {key} of batch {batch} delivered {n} times"
                                     for key, n in seen.items() if n > 1]
         missing = {(task, 0, 0) for task in range(self.tasks)} - seen.keys()
@@ -161,7 +155,6 @@ class LogWatch:
 
 
 def report(account: Account) -> str:
-    times = sorted(account.recoveries)
     lines = [f"{account.backend}: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
     lines += [
@@ -173,8 +166,8 @@ def report(account: Account) -> str:
         lines.append(f"  {len(found):>6}  {label}")
         lines += [f"          {line}" for line in found[:10]]
     lines += [f"  left out: {what}" for what in account.left_out]
-    if times:
-        slowest, cause = times[-1]
-        median = statistics.median(t for t, _ in times)
+    if account.recoveries:
+        slowest, cause = max(account.recoveries)
+        median = statistics.median(t for t, _ in account.recoveries)
         lines.append(f"  recovery: median {median:.2f} s, slowest {slowest:.2f} s ({cause})")
     return "\n".join(lines)
