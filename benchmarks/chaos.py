@@ -73,7 +73,7 @@ class Chaos:
         disk: Disk | None = None, clock: SteppedClock | None = None, *, batches: int = 4, tasks: int = 50,
         payloads: str = "",
     ) -> None:
-        self.folder, self.random, self.database = folder, random.Random(seed), database
+        self.random, self.database, self.notes = random.Random(seed), database, notes_folder
         self.account = Account("postgresql" if database is not None else "sqlite")
         self.in_flight, self.tasks = batches, tasks
         self.config = explore_config(
@@ -82,7 +82,6 @@ class Chaos:
             store={"payloads": payloads, **({} if url is None else {"url": url})},
             system={"restarts": 10_000, "restart_pause": 0.1, "heartbeat_timeout": 8.0, "hang_timeout": 10.0},
         )
-        self.notes = notes_folder
         self.faults = Faults(self.config, self.random, database, disk, clock)
         self.starting = threading.Lock()
         self.over, self.watch = threading.Event(), LogWatch(self.config.store.url)
@@ -155,7 +154,7 @@ class Chaos:
             self.injected.append((at, name))
             print(f"\r  {self.account.backend}: {count}/{kills} kills, {len(self.finalized)} batches, {name:<45}",
                   end="", file=sys.stderr, flush=True)
-            self.pause(at)
+            self.pause()
         print(file=sys.stderr)
         self.over.set()
         self.start_if_dead()
@@ -174,7 +173,7 @@ class Chaos:
                  self.injected).add_to(self.account)
         return self.account
 
-    def pause(self, at: float) -> None:
+    def pause(self) -> None:
         """Wait before the next fault: mostly until a task ends, sometimes less, so that the fault hits a restart."""
         until = time.monotonic() + (self.random.uniform(0.0, 2.0) if self.random.random() < 0.25 else 20.0)
         with contextlib.suppress(TrinityError), trinity_es.open_log(self.config.store.url) as log:
