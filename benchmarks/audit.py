@@ -185,8 +185,7 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
 def measure_whole(table: Table, url: str, f: Facts) -> None:
     """Measure commands that read every event, in events per second. They have no time budget."""
     for name in table.wanted("whole", ["verify", "rebuild"]):
-        words = [sys.executable, "-m", "trinity_es", name, "--log", url]
-        seconds, cpu, megabytes, code, said = run_command(words)
+        seconds, cpu, megabytes, code, said = run_command([sys.executable, "-m", "trinity_es", name, "--log", url])
         if code:
             raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
         rate = f.head / seconds

@@ -194,8 +194,7 @@ class System:
     def experiences(self, batch: int) -> list[Experience]:
         with trinity_es.open_log(self.config.store.url) as log:
             state = log.replay(batch)
-        payloads = open_payloads(self.config.store.url)
-        return list(read_experiences(payloads, state.experiences))
+        return read_experiences(open_payloads(self.config.store.url), state.experiences)
 
     def journal_bytes(self) -> int:
         with closing(open_journals(self.config.store.url)) as journals:

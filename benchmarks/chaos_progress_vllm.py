@@ -219,8 +219,7 @@ class OnVLLM:
 
 async def compare_distributions(n: int, seed: int) -> tuple[dict[str, float], list[Compared]]:
     with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
-        path = str(make_tiny_model(Path(name) / "model", seed=0))
-        engine = VLLMEngine(EngineConfig(model_path=path, **TINY))
+        engine = VLLMEngine(EngineConfig(model_path=str(make_tiny_model(Path(name) / "model", seed=0)), **TINY))
         await engine.start()
         try:
             found = list[Compared]()

@@ -128,8 +128,7 @@ class Bench:
     ) -> float:
         """Play a batch of `n` tasks, check that all finished, and return the seconds from submit to finalize."""
         self.next_id += 1
-        batch = tasks(n, seconds, tokens, runs, reward)
-        elapsed, result = play_batch(self.client, self.next_id, batch, timeout=120)
+        elapsed, result = play_batch(self.client, self.next_id, tasks(n, seconds, tokens, runs, reward), timeout=120)
         if result["finished_task_count"] != n:
             raise SystemExit(f"batch {self.next_id}: {result['finished_task_count']} of {n} tasks are finished")
         self.made[self.next_id] = n * runs

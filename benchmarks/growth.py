@@ -158,8 +158,7 @@ def measure_hosts(quick: bool) -> list[Row]:
     costs: dict[int, list[float]] = {n: [] for n in HOSTS}
     for _ in range(2 if quick else REPEATS):
         for n in HOSTS:
-            row = measure_real(n, 100 if quick else 600, 32, 1.0, 1)
-            costs[n].append(row["us_per_task"])
+            costs[n].append(measure_real(n, 100 if quick else 600, 32, 1.0, 1)["us_per_task"])
     return [pairs(f"CPU of the coordinator for a task, {n} hosts", "us", costs[n], "1 host", costs[HOSTS[0]],
                   aim=FLAT, most=True) for n in HOSTS[1:]]
 

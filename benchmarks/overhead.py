@@ -184,15 +184,14 @@ def main() -> int:
     watch, rounds = Watch(), 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
-        config = explore_config(folder, options.tasks, TINY, model={"model_path": model})
-        found = measure(config, options, rounds)
+        found = measure(explore_config(folder, options.tasks, TINY, model={"model_path": model}), options, rounds)
     return report(
-        f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens", rows(found, options), watch, [],
+        f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens", rows(found), watch, [],
         options.json, {"tasks": options.tasks, "runs": options.runs, "tokens": options.tokens},
     )
 
 
-def rows(found: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> list[Row]:
+def rows(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
     """Return two rows for each case: the ratio, and the lower end of its median's interval."""
     table_rows = []
     for case, pair in found.items():

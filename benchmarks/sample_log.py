@@ -172,8 +172,7 @@ class _Model(SimulatedRun):
             batch_id=batch_id, batch_type=batch_type, repeat_times=[runs] * tasks, tasks=chosen, max_attempts=3,
             min_wait_num=tasks - spare if spare else None, submission=f"submit-{batch_id}"[:60],
         )
-        stream = batch_stream(batch_id)
-        entry = self.tell(stream, submitted)
+        entry = self.tell(batch_stream(batch_id), submitted)
         self.open = _Batch(batch_id, evolve(None, submitted), [entry], rewards, lengths, chosen)
         if batch_type == "train":
             name = HOSTILE[0] if self.hostile else "letters"
@@ -337,8 +336,7 @@ class _Model(SimulatedRun):
         for entry, event in zip(batch.done, done, strict=True):
             entry.event = replace(event, payload=ev.PayloadRef(digest=digest, first=first, count=len(event.runs)))
             first += len(event.runs)
-        uids = [self._eid(batch, task, run).uid for task, run, _, _ in gone]
-        return [v for _, _, v, _ in taken], refs, uids
+        return [v for _, _, v, _ in taken], refs, [self._eid(batch, task, run).uid for task, run, _, _ in gone]
 
     def _eid(self, batch: _Batch, task: int, run: int) -> EID:
         suffix = hashlib.sha256(f"{batch.batch_id} {task} {run}".encode()).hexdigest()[:6]

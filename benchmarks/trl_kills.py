@@ -238,8 +238,7 @@ def _run(
     trainee: Trainee, kinds: list[str], chance: random.Random, plan: dict[int, list[int]] | None
 ) -> dict[str, Any]:
     try:
-        killed = kill_while_training(trainee, kinds, chance)
-        return {**training_figures(trainee, plan), "killed": killed}
+        return {"killed": kill_while_training(trainee, kinds, chance), **training_figures(trainee, plan)}
     finally:
         trainee.end()
 

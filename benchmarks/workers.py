@@ -96,8 +96,7 @@ class Spawned:
     """Pool that users might take instead: a ProcessPoolExecutor that spawns."""
 
     def __init__(self, module: str, places: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=context)
+        self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=multiprocessing.get_context("spawn"))
         self.module = __import__(module)
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
