@@ -289,10 +289,11 @@ class _Model(SimulatedRun):
             "experience_pipeline/time/total": 0.05, "experience_pipeline/dropped_count": float(len(dropped)),
             "experience_pipeline/experience_count": float(len(delivered)),
         }
+        counts = [(len(list(group)), version) for version, group in groupby(delivered)]
         by = {(HOSTILE[1] if self.hostile else "reward_filter"): dropped} if dropped else {}
         for event in decisions.end_finalizing(
             batch.state, metrics=metrics, experiences=refs, selected=len(delivered), dropped=len(dropped),
-            dropped_by=by, model_versions=[(len(list(group)), version) for version, group in groupby(delivered)],
+            dropped_by=by, model_versions=counts,
         ):
             self.record(batch, event)
 
