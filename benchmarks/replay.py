@@ -26,10 +26,10 @@ from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import inspect, text
 
 from benchmarks.compared import Databases, Row, Spread, Watch, alternate, databases, options_of, pairs, report, sound
 from benchmarks.sample_log import make
+from tests.helpers.logs import tables
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
@@ -87,14 +87,8 @@ def check_results(url: str) -> None:
 
 
 def read_model_rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Return all rows of all read models, sorted."""
     with EventLog.open(url, read_only=True) as log:
-        def read(connection: Any) -> dict[str, list[tuple[Any, ...]]]:
-            names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
-            return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr)
-                    for n in names}
-
-        return log.query(read)
+        return tables(log)
 
 
 def rebuild(url: str) -> int:

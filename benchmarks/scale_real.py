@@ -28,7 +28,7 @@ from benchmarks.systems import running
 from tests.helpers.faults import server
 from tests.helpers.hosts import KEY, host_joins, ready
 from tests.helpers.servers import free_port
-from tests.helpers.systems import pid_of, scripted, sleepers
+from tests.helpers.systems import pid_of, play_batch, scripted, sleepers
 from tests.simulation.many import Plan, play
 
 IDLE_SECONDS = 5.0
@@ -56,18 +56,14 @@ def measure_real(hosts: int, tasks: int, places: int, seconds: float, repeats: i
             ready(client, f"h{number}")
         pid = pid_of(client, "coordinator")
 
-        def batch(number: int, of: int) -> None:
-            client.submit_batch(batch_id=number, tasks=sleepers(of, seconds=seconds), batch_type="train")
-            assert client.finalize_train_batch(number, timeout=300)["finished_task_count"] == of
-
-        batch(1, 4 * places)
+        play_batch(client, 1, sleepers(4 * places, seconds=seconds), timeout=300)
         before = cpu_seconds(pid)
         time.sleep(IDLE_SECONDS)
         idle = [(now - then) / IDLE_SECONDS for now, then in zip(cpu_seconds(pid), before, strict=True)]
         found: list[tuple[float, float]] = []
         for number in range(2, 2 + repeats):
             before, begun = cpu_seconds(pid), time.monotonic()
-            batch(number, tasks)
+            play_batch(client, number, sleepers(tasks, seconds=seconds), timeout=300)
             took = time.monotonic() - begun
             whole, main = ((now - then - rest * took) / tasks * 1e6
                            for now, then, rest in zip(cpu_seconds(pid), before, idle, strict=True))
