@@ -28,7 +28,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,6 +39,7 @@ import psutil
 from benchmarks.child_processes import piped
 from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, family_of, options_of, pairs, report
 from benchmarks.dispatch import Bench, check_experiences
+from benchmarks.replay import measured_rate
 from tests.helpers.s3_server import BUCKET, S3Server, s3_environment
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
@@ -119,14 +119,10 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     digests = list(made)
     size = store.read(digests, checked=True)
 
-    def rate(count_of: Callable[[], int], least: int) -> float:
-        """Return the MB/s at which `count_of` is called. It must return `least` each time."""
-        started = time.perf_counter()
-        found = sum(count_of() for _ in range(ROUNDS))
-        seconds = time.perf_counter() - started
-        if found != ROUNDS * least:
-            raise SystemExit(f"{found} values were read of {count} experiences where {ROUNDS * least} are")
-        return ROUNDS * size / seconds / 1e6
+    def rate(count_of: Callable[[], int], values: int) -> float:
+        """Return the MB/s at which `count_of` reads all. It must return `values` each time."""
+        per_second = measured_rate(lambda: sum(count_of() for _ in range(ROUNDS)), ROUNDS * values)
+        return per_second() / values * size / 1e6
 
     values = count * (tokens + 4 * (tokens - tokens // 2) + 8)
     found = alternate({

@@ -97,13 +97,13 @@ def rebuild(url: str) -> int:
 
 
 def measured_rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
-    """Return a function that measures the events per second of `work`. `most`: the number that `work` must return."""
+    """Return a function that measures the counts per second of `work`. `most`: the number that `work` must return."""
     def measured() -> float:
         started = time.perf_counter()
         count = work()
         seconds = time.perf_counter() - started
         if most is not None and count != most:
-            raise SystemExit(f"{count} events were read where {most} are")
+            raise SystemExit(f"{count} were read where {most} are")
         return count / seconds
 
     return measured

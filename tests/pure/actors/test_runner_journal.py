@@ -22,8 +22,6 @@ ONE, TWO = (1, "s", 0, 0), (1, "s", 1, 0)
 
 
 class Memory:
-    """A store in memory, which refuses while `full`."""
-
     def __init__(self, quick: bool = False) -> None:
         self.quick = quick
         self.segments: dict[int, bytes] = {}
@@ -126,7 +124,7 @@ async def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyP
     assert [*store.segments.values()] == [b"."]
 
 
-async def test_the_oldest_part_goes_if_the_journal_is_full(
+async def test_a_full_journal_loses_its_oldest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 10)
@@ -139,7 +137,7 @@ async def test_the_oldest_part_goes_if_the_journal_is_full(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-async def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(
+async def test_work_goes_on_with_a_full_store_and_the_log_says_so(
     quick: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(store := Memory(quick)) as journal:
