@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +26,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, resting
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report
+from benchmarks.systems import TINY, explore_config, running, token_rate
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import MultiTurnWorkflow
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import ConcurrencyChanged
-from trinity_es.system import lifecycle
 
 AUTO = "auto"
 AIM = 0.95
@@ -99,41 +98,20 @@ WORKLOADS = {
 
 
 class System:
-    """A system with one engine."""
-
     def __init__(self, folder: str, model: str, places: int | str, stack: ExitStack) -> None:
         os.makedirs(folder)
-        self.config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "model": {"model_path": model},
-                "explorer": {
-                    "max_concurrency": places,
-                    "rollout_model": {
-                        "max_model_len": 256, "gpu_memory_utilization": 0.3,
-                        "engine_args": {"block_size": 32, "num_gpu_blocks_override": BLOCKS},
-                    },
-                },
-            },
-            folder=folder,
-        )
-        assert lifecycle.start(self.config)
-        self.client = stack.enter_context(trinity_es.connect(self.config))
-        stack.callback(self.client.shutdown)
-        self.client.wait_ready()
+        cache = {"block_size": 32, "num_gpu_blocks_override": BLOCKS}
+        self.config = explore_config(folder, places, {**TINY, "engine_args": cache}, model={"model_path": model})
+        self.client = stack.enter_context(running(self.config))
         self.number = 0
 
     def run(self, load: Workload) -> float:
-        """Play a batch, and return its tokens per second from submit to the end of finalize."""
         self.number += 1
-        tasks = load.batch(self.number)
-        started = time.perf_counter()
-        self.client.submit_batch(batch_id=self.number, tasks=tasks, batch_type="train")
-        self.client.finalize_train_batch(self.number, timeout=600)
-        seconds = time.perf_counter() - started
-        tokens = sum(r.response_tokens for t in self.client.batch(self.number).tasks for r in t.done.values())
-        assert tokens == load.all_tokens, (tokens, load.all_tokens)
-        return tokens / seconds
+        return token_rate(self.client, self.number, load.batch(self.number), load.all_tokens)
+
+    @property
+    def pids(self) -> list[int]:
+        return pids_of(self.client)
 
     @property
     def places(self) -> int:
@@ -152,17 +130,17 @@ def main() -> int:
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="adaptive-") as folder, ExitStack() as stack:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))
-        systems = {n: System(f"{folder}/{n}", model, n, stack) for n in [*fixed, AUTO]}
+        systems = {str(n): System(f"{folder}/{n}", model, n, stack) for n in [*fixed, AUTO]}
         for system in systems.values():
             for name in options.workloads:
                 system.run(WORKLOADS[name])  # warms up
         rows = []
         for name in options.workloads:
-            speeds = alternate({str(n): partial(run_alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
-            for n in fixed:
-                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(speeds[str(n)])))
+            speeds = alternate({n: partial(systems[n].run, WORKLOADS[name]) for n in map(str, fixed)}, search, systems)
+            for n, rates in speeds.items():
+                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(rates)))
                 print(rows[-1].as_text(), flush=True)
-            best = max(fixed, key=lambda n: statistics.median(speeds[str(n)]))
+            best = max(speeds, key=lambda n: statistics.median(speeds[n]))
             rows.append(compare_auto(systems, name, best, rounds))
             print(rows[-1].as_text(), flush=True)
         with trinity_es.open_log(systems[AUTO].config.store.url) as log:
@@ -178,19 +156,10 @@ def main() -> int:
         return report("places that follow the load", rows, watch, [], options.json)
 
 
-def run_alone(systems: dict[int | str, System], measured_one: int | str, load: Workload) -> float:
-    """Return tokens per second of one system while the others are suspended."""
-    with resting(*(pid for name, other in systems.items() if name != measured_one for pid in pids_of(other.client))):
-        return systems[measured_one].run(load)
-
-
-def compare_auto(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
-    """Return the row that compares `auto` with the best fixed number."""
-    load = WORKLOADS[name]
-    ways = {AUTO: partial(run_alone, systems, AUTO, load), "fixed": partial(run_alone, systems, best, load)}
-    speeds = alternate(ways, rounds)
+def compare_auto(systems: dict[str, System], name: str, best: str, rounds: int) -> Row:
+    speeds = alternate({n: partial(systems[n].run, WORKLOADS[name]) for n in (AUTO, best)}, rounds, systems)
     what = f"{name}: auto, at last {systems[AUTO].places} places"
-    return pairs(what, "tokens/s", speeds[AUTO], f"{best} places", speeds["fixed"], aim=AIM)
+    return pairs(what, "tokens/s", speeds[AUTO], f"{best} places", speeds[best], aim=AIM)
 
 
 if __name__ == "__main__":

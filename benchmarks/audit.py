@@ -31,22 +31,24 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote
 
 import psutil
 from sqlalchemy import text
 
+from benchmarks.child_processes import environment_without
 from benchmarks.compared import Watch, about, load_text, write_json
+from benchmarks.dispatch import percentile
 from benchmarks.sample_log import make
 from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
 from trinity_es.events.store.database.urls import masked, parse_url
-from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 SECONDS, MEGABYTES = 1.0, 500.0
@@ -59,21 +61,23 @@ class Facts:
     def __init__(self, url: str) -> None:
         with open_log(url) as log:
             rows = [row for row in log.batches() if row.batch_type == "train" and row.state == "finalized"]
-            self.middle, self.last = rows[len(rows) // 2], rows[-2]
+            self.middle = middle = rows[len(rows) // 2]
             self.head = log.head().position
-            self.eval_id: BatchId = next(r.batch_id for r in log.batches(batch_type="eval"))
-            self.failed_id: BatchId = max(rows, key=lambda r: r.failed_attempts).batch_id
             life = max(log.runner_lives(), key=lambda one: one.attempts_lost)
-            self.runner, self.incarnation = life.runner, life.incarnation
-            self.version = log.weights()[-2].version
-        self.at = (self.middle.first_position + self.middle.last_position) // 2
-        moment = datetime.fromtimestamp(self.middle.submitted_at + 0.4, UTC)
-        self.time, self.when = moment.timestamp(), moment.isoformat()
+            self.at = (middle.first_position + middle.last_position) // 2
+            moment = datetime.fromtimestamp(middle.submitted_at + 0.4, UTC)
+            self.time = moment.timestamp()
+            self.values: dict[str, Any] = {
+                "BATCH": middle.batch_id, "LAST": rows[-2].batch_id, "POSITION": self.at, "END": middle.last_position,
+                "EVAL": next(r.batch_id for r in log.batches(batch_type="eval")), "TIME": moment.isoformat(),
+                "RUNNER": life.runner, "LIFE": life.incarnation, "VERSION": log.weights()[-2].version,
+            }
+            """{word in `COMMANDS` and `PAGES`: its value}."""
 
 
 def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
-    return {
-        "batches": lambda log: log.batches(),
+    plain = ("batches", "runner_lives", "weights", "losses", "overview", "distributions", "why_open", "freed")
+    return {name: methodcaller(name) for name in plain} | {
         "batches, sorted, 50": lambda log: log.batches(sort="reward", descending=True, limit=50),
         "batches, one state": lambda log: log.batches(state="aborted"),
         "count_batches": lambda log: log.count_batches(batch_type="train"),
@@ -88,129 +92,66 @@ def read_calls(f: Facts) -> dict[str, Callable[[Log], Any]]:
         "replay at a position": lambda log: log.replay(f.middle.batch_id, f.at),
         "replay at a time": lambda log: log.replay(f.middle.batch_id, f.time),
         "check_result": lambda log: log.check_result(f.middle.batch_id),
-        "runner_lives": lambda log: log.runner_lives(),
-        "weights": lambda log: log.weights(),
-        "losses": lambda log: log.losses(),
-        "overview": lambda log: log.overview(),
-        "distributions": lambda log: log.distributions(),
-        "why_open": lambda log: log.why_open(),
-        "freed": lambda log: log.freed(),
     }
 
 
-def command_arguments(f: Facts, folder: str) -> dict[str, list[str]]:
-    batch, last = str(f.middle.batch_id), str(f.last.batch_id)
-    return {
-        "batches": [],
-        "batches --json": [],
-        "batches --sort reward": ["-n", "20"],
-        "show BATCH": [batch],
-        "show BATCH --all": [batch],
-        "show BATCH --json": [batch],
-        "show EVAL": [str(f.eval_id)],
-        "show BATCH --task": [last, "3", "--run", "0"],
-        "events -n": ["100"],
-        "events --last": ["100"],
-        "events BATCH": [batch],
-        "events --type RunnerLost": [],
-        "events --type TaskFinished": ["-n", "100"],
-        "events --after": [str(f.at), "-n", "100", "--json"],
-        "replay BATCH": [batch],
-        "replay BATCH --at POSITION": [batch, str(f.at)],
-        "replay BATCH --at TIME": [batch, f.when],
-        "diff BATCH --at POSITION --at POSITION": [batch, str(f.at), str(f.middle.last_position)],
-        "why": [],
-        "why BATCH": [batch],
-        "watch --once": [],
-        "what-if BATCH": [batch, "--timeout", "5"],
-        "runners": [],
-        "weights": [],
-        "usage": [],
-        "prompts": [],
-        "export BATCH --experiences": [last, f"{folder}/batch.jsonl", "--force"],
-        "export BATCH --events": [batch, f"{folder}/events.jsonl", "--force"],
-        "export BATCH --trace": [batch, f"{folder}/trace.json", "--force"],
-        "export BATCH --html": [last, f"{folder}/batch.html", "--force"],
-    }
+COMMANDS = (
+    "batches", "batches --json", "batches --sort reward -n 20", "show BATCH", "show BATCH --all", "show BATCH --json",
+    "show EVAL", "show LAST --task 3 --run 0", "events -n 100", "events --last 100", "events BATCH",
+    "events --type RunnerLost", "events --type TaskFinished -n 100", "events --after POSITION -n 100 --json",
+    "replay BATCH", "replay BATCH --at POSITION", "replay BATCH --at TIME", "diff BATCH --at POSITION --at END", "why",
+    "why BATCH", "watch --once", "what-if BATCH --timeout 5", "runners", "weights", "usage", "prompts",
+    "export LAST --experiences FILE --force", "export BATCH --events FILE --force",
+    "export BATCH --trace FILE --force", "export LAST --html FILE --force",
+)
+"""Commands of `trinity-es`. Words in capitals stand for values of the log."""
 
 
-def command_argv(name: str, values: list[str], log: str) -> list[str]:
-    """Return the argv of a command. Words in capitals are replaced by `values` in order; the others are appended."""
-    left, words = list(values), []
-    for word in name.split():
-        words.append(left.pop(0) if word.isupper() else word)
-    return [sys.executable, "-m", "trinity_es", *words, *left, "--log", log]
-
-
-def page_queries(f: Facts) -> dict[str, dict[str, Any]]:
-    batch, last = f.middle.batch_id, f.last.batch_id
-    return {
-        "/": {},
-        "/batches": {},
-        "/batches?sort": {"sort": "reward"},
-        "/batch": {"id": batch},
-        "/batch?at": {"id": batch, "at": f.at},
-        "/events": {},
-        "/events?rare": {"kind": "rare"},
-        "/events?before": {"before": f.at},
-        "/rollouts": {},
-        "/rollouts?id": {"id": last},
-        "/rollout": {"id": last, "task": 3, "run": 0},
-        "/runners": {},
-        "/runner": {"name": f.runner},
-        "/runner?life": {"name": f.runner, "life": f.incarnation},
-        "/weights": {},
-        "/weights?version": {"version": f.version},
-        "/compare": {"id": batch, "at": f.at, "id2": batch, "at2": f.middle.last_position},
-        "/metrics": {},
-    }
+PAGES = (
+    "/", "/batches", "/batches?sort=reward", "/batch?id=BATCH", "/batch?id=BATCH&at=POSITION", "/events",
+    "/events?kind=rare", "/events?before=POSITION", "/rollouts", "/rollouts?id=LAST", "/rollout?id=LAST&task=3&run=0",
+    "/runners", "/runner?name=RUNNER", "/runner?name=RUNNER&life=LIFE", "/weights", "/weights?version=VERSION",
+    "/compare?id=BATCH&at=POSITION&id2=BATCH&at2=END", "/metrics",
+)
 
 
 class Table:
-    """Rows of measurements."""
-
     def __init__(self, only: str) -> None:
         self.only = only
         self.rows: list[dict[str, Any]] = []
         self.missing: list[str] = []
 
-    def is_wanted(self, kind: str, name: str) -> bool:
-        return self.only in f"{kind} {name}"
+    def wanted(self, kind: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.only in f"{kind} {name}"]
 
     def add(self, kind: str, name: str, times: list[float], cpu: float, megabytes: float, **more: Any) -> None:
-        ordered = sorted(times)
-        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-        row = {"kind": kind, "name": name, "p50": ordered[len(ordered) // 2], "p95": p95, "max": ordered[-1],
-               "cpu": cpu / len(ordered), "megabytes": megabytes, "rounds": len(ordered), **more}
+        p95, most, rounds = percentile(times, 0.95), max(times), len(times)
+        row = {"kind": kind, "name": name, "p50": percentile(times, 0.5), "p95": p95, "max": most,
+               "cpu": cpu / rounds, "megabytes": megabytes, "rounds": rounds, **more}
         row["over"] = [what for what, over in (("time", p95 > SECONDS), ("memory", megabytes > MEGABYTES)) if over]
         self.rows.append(row)
         mark = f"   OVER: {', '.join(row['over'])}" if row["over"] else ""
-        print(f"  {kind:8} {name:34} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {ordered[-1]:7.3f} s   "
+        print(f"  {kind:8} {name:48} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {most:7.3f} s   "
               f"cpu {row['cpu']:6.3f} s   {megabytes:6.0f} MB{mark}", flush=True)
-
-
-def peak_megabytes() -> float:
-    """Return the peak memory of this process so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
     with open_log(url) as log:
-        for name, ask in read_calls(f).items():
-            if not table.is_wanted("read", name):
-                continue
+        calls = read_calls(f)
+        for name in table.wanted("read", calls):
             times, cpu = [], time.process_time()
             for _ in range(rounds):
                 started = time.perf_counter()
-                ask(log)
+                calls[name](log)
                 times.append(time.perf_counter() - started)
-            table.add("read", name, times, time.process_time() - cpu, peak_megabytes())
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this process so far
+            table.add("read", name, times, time.process_time() - cpu, peak)
 
 
 def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
     """Run a command, and return seconds, CPU seconds, peak MB, exit code and stderr."""
     # Installed packages are compiled. With this variable each command would compile all modules again.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env = environment_without("PYTHONDONTWRITEBYTECODE")
     with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
         started = time.perf_counter()
         process = subprocess.Popen(words, stdout=nowhere, stderr=said, env=env)
@@ -223,77 +164,58 @@ def run_command(words: list[str]) -> tuple[float, float, float, int, str]:
 
 
 def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
-    import typer.main
-
-    from trinity_es.cli import app
-
-    there = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # it is a group
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        for name, values in command_arguments(f, folder).items():
-            if not table.is_wanted("command", name):
-                continue
-            words, times, cpu, peak = command_argv(name, values, url), [], 0.0, 0.0
-            if name.split()[0] not in there:
-                table.missing.append(name)
-                continue
+        values = f.values | {"FILE": f"{folder}/exported.jsonl"}
+        for name in table.wanted("command", COMMANDS):
+            arguments = [str(values.get(word, word)) for word in name.split()]
+            words = [sys.executable, "-m", "trinity_es", *arguments, "--log", url]
+            times, cpu, peak = [], 0.0, 0.0
             for _ in range(rounds):
                 seconds, worked, megabytes, code, said = run_command(words)
                 if code not in (0, 1):
+                    table.missing.append(f"{name} (exit code {code}: {' '.join(said.split())[-200:]})")
                     break
                 times.append(seconds)
                 cpu += worked
                 peak = max(peak, megabytes)
-            if code not in (0, 1):
-                table.missing.append(f"{name} (exit code {code}: {' '.join(said.split())[-200:]})")
             else:
                 table.add("command", name, times, cpu, peak)
 
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
     """Measure commands that read every event, in events per second. They have no time budget."""
-    for name in ("verify", "rebuild"):
-        if table.is_wanted("whole", name):
-            words = [sys.executable, "-m", "trinity_es", name, "--log", url]
-            seconds, cpu, megabytes, code, said = run_command(words)
-            if code:
-                raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
-            rate = f.head / seconds
-            row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
-                   "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
-            table.rows.append(row)
-            print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB",
-                  flush=True)
+    for name in table.wanted("whole", ["verify", "rebuild"]):
+        seconds, cpu, megabytes, code, said = run_command([sys.executable, "-m", "trinity_es", name, "--log", url])
+        if code:
+            raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
+        rate = f.head / seconds
+        row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
+               "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
+        table.rows.append(row)
+        print(f"  whole    {name:48} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB", flush=True)
 
 
 @contextmanager
 def running_dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
-    """Run a dashboard of this log for this block. Yields its address and its process."""
     words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url, "--no-token"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    process = psutil.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         said = process.stdout.readline()
         found = re.search(r"http://\S+", said)
         if found is None:
             raise RuntimeError(f"the dashboard did not say where it is: {said!r}")
-        yield found.group().rstrip("/"), psutil.Process(process.pid)
+        yield found.group().rstrip("/"), process
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
 
 
 def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
-    from importlib.util import find_spec
-
-    asked = {name: values for name, values in page_queries(f).items() if table.is_wanted("page", name)}
-    if not asked:
-        return
-    if find_spec("trinity_es.dashboard") is None:
-        table.missing.append("the dashboard")
+    if not (pages := table.wanted("page", PAGES)):
         return
     with running_dashboard(url) as (base, process):
-        for name, values in asked.items():
-            where = f"{base}{name.partition('?')[0]}" + (f"?{urlencode(values)}" if values else "")
+        for name in pages:
+            where = base + re.sub("[A-Z]+", lambda word: quote(str(f.values[word[0]])), name)
             times, size, worked = [], 0, sum(process.cpu_times()[:2])
             try:
                 for _ in range(rounds):
@@ -310,15 +232,16 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
 
 def make_if_missing(url: str, events: int) -> float:
     """Make the log with this number of events unless it exists. Return the size of its database in MB."""
+    path = file_of_log(url)
     try:
         open_log(url).close()
     except LogNotFound:
-        if (path := file_of_log(url)) is not None:
+        if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         make(url, batches=10**9, tasks=64, events=events, keep=50)
         print(f"made {masked(url)} in {time.monotonic() - started:.0f} s", flush=True)
-    if (path := file_of_log(url)) is not None:
+    if path is not None:
         return path.stat().st_size / 2**20
     with open_log(url) as log:
         size = log._events.query(lambda c: c.execute(text("SELECT pg_database_size(current_database())")).scalar_one())

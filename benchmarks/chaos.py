@@ -30,16 +30,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import trinity_es
-from benchmarks.chaos_account import Account, Evidence, report
+from benchmarks.chaos_account import Account, Evidence, LogWatch, report
 from benchmarks.chaos_faults import KILLED, Faults, by_kind, kill
 from benchmarks.chaos_hosts_trainer import Nap, note_start, one_experience, repeat_until_answered
-from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace, on_disk
+from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace
 from benchmarks.compared import options_of, write_json
+from benchmarks.systems import explore_config
 from tests.helpers.faults import Server
 from tests.helpers.s3_server import BUCKET, s3_server
 from trinity_es import Task, Workflow
@@ -66,37 +68,24 @@ class BlockingNap(Workflow):
 
 
 class Chaos:
-    """One chaos run on one store."""
-
     def __init__(
         self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Server | None = None,
         disk: Disk | None = None, clock: SteppedClock | None = None, *, batches: int = 4, tasks: int = 50,
         payloads: str = "",
     ) -> None:
-        self.folder, self.random, self.database = folder, random.Random(seed), database
+        self.random, self.database, self.notes = random.Random(seed), database, notes_folder
         self.account = Account("postgresql" if database is not None else "sqlite")
         self.in_flight, self.tasks = batches, tasks
-        self.config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "explorer": {
-                    "max_concurrency": 16,
-                    "max_retry_times": 60,  # kills of its runners must not use up a task's attempts
-                    "max_timeout": 60.0,
-                    "rollout_model": {"engine_type": "scripted", "engine_num": 3},
-                },
-                "store": {"payloads": payloads, **({} if url is None else {"url": url})},
-                "system": {"restarts": 10_000, "restart_pause": 0.1, "heartbeat_timeout": 8.0, "hang_timeout": 10.0},
-            },
-            folder=folder,
+        self.config = explore_config(
+            folder, 16, {"engine_type": "scripted", "engine_num": 3},
+            explorer={"max_retry_times": 60, "max_timeout": 60.0},  # kills of runners must not use up a task's attempts
+            store={"payloads": payloads, **({} if url is None else {"url": url})},
+            system={"restarts": 10_000, "restart_pause": 0.1, "heartbeat_timeout": 8.0, "hang_timeout": 10.0},
         )
-        self.notes = notes_folder
         self.faults = Faults(self.config, self.random, database, disk, clock)
         self.starting = threading.Lock()
-        self.over, self.watched = threading.Event(), threading.Event()
+        self.over, self.watch = threading.Event(), LogWatch(self.config.store.url)
         self.injected: list[tuple[float, str]] = []
-        self.seen: dict[int, float] = {}
-        """Monotonic time at which a reader first saw each position of the log."""
         self.finalized: dict[int, dict[str, Any]] = {}
         self.submitted: set[int] = set()
 
@@ -112,7 +101,6 @@ class Chaos:
         return repeat_until_answered(self.config, ask, seconds, self.start_if_dead)
 
     def round_trip(self, batch: int, timeout: float) -> None:
-        """Submit a batch and finalize it."""
         tasks = self.tasks_of(batch)
         self.request(lambda c: c.submit_batch(batch_id=batch, tasks=tasks, batch_type="train"))
         self.submitted.add(batch)
@@ -139,25 +127,12 @@ class Chaos:
                 self.account.person.append(f"batch {number}: {type(e).__name__}: {e}")
 
     # --- the faults -------------------------------------------------------------------------------------------------
-    def record_positions(self) -> None:
-        """Record in `seen` the monotonic time at which each event can first be read."""
-        after = 0
-        while not self.watched.is_set():
-            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.config.store.url) as log:
-                while not self.watched.is_set():
-                    for item in log.events(after=after):
-                        after = item.position
-                        self.seen[after] = time.monotonic()
-                    time.sleep(0.05)
-            time.sleep(0.2)
-
     def run(self, kills: int, seconds: float, special: bool) -> Account:
         """Start the system, inject faults, and check the log. `special`: also inject the faults that come once each."""
         started = time.monotonic()
         lifecycle.start(self.config)
         trainers = [threading.Thread(target=self.train, args=(lane,)) for lane in range(1, self.in_flight + 1)]
-        watcher = threading.Thread(target=self.record_positions)
-        for thread in [*trainers, watcher]:
+        for thread in trainers:
             thread.start()
         time.sleep(3)
         once = self.faults.single_faults() if special else {}
@@ -179,7 +154,7 @@ class Chaos:
             self.injected.append((at, name))
             print(f"\r  {self.account.backend}: {count}/{kills} kills, {len(self.finalized)} batches, {name:<45}",
                   end="", file=sys.stderr, flush=True)
-            self.pause(at)
+            self.pause()
         print(file=sys.stderr)
         self.over.set()
         self.start_if_dead()
@@ -189,24 +164,16 @@ class Chaos:
             self.fail_over(self.database)
         self.account.seconds = time.monotonic() - started
         end_system(self.config)
-        self.watched.set()
-        watcher.join()
+        self.watch.close()
         self.account.kills = self.faults.kills
         self.account.person += self.faults.trouble
         self.account.ended = self.faults.ended
         self.account.left = [p.pid for p in leftovers(self.config)]
-        Evidence(
-            self.config.store.url,
-            self.tasks,
-            self.submitted,
-            self.finalized,
-            self.notes / "ran",
-            self.seen,
-            self.injected,
-        ).add_to(self.account)
+        Evidence(self.config.store.url, self.tasks, self.submitted, self.finalized, self.notes / "ran", self.watch.seen,
+                 self.injected).add_to(self.account)
         return self.account
 
-    def pause(self, at: float) -> None:
+    def pause(self) -> None:
         """Wait before the next fault: mostly until a task ends, sometimes less, so that the fault hits a restart."""
         until = time.monotonic() + (self.random.uniform(0.0, 2.0) if self.random.random() < 0.25 else 20.0)
         with contextlib.suppress(TrinityError), trinity_es.open_log(self.config.store.url) as log:
@@ -226,13 +193,12 @@ class Chaos:
         number = 1_000_000
         self.round_trip(number, 60)
         database.fail_over()
-        self.watched.set()  # its positions are of the newer data
-        for what in ("the server failed over", "the coordinator was killed", "every process was killed"):
-            if what == "the coordinator was killed":
-                kill(by_kind(self.config).get("coordinator", []))
-            elif what == "every process was killed":
-                kill([p for group in by_kind(self.config).values() for p in group])
-            self.expect_refusal(what, number + 1)
+        self.watch.close()  # its positions are of the newer data
+        self.expect_refusal("the server failed over", number + 1)
+        kill(by_kind(self.config).get("coordinator", []))
+        self.expect_refusal("the coordinator was killed", number + 1)
+        kill([p for group in by_kind(self.config).values() for p in group])
+        self.expect_refusal("every process was killed", number + 1)
         end_system(self.config)
         database.fail_over()
         self.start_if_dead()
@@ -253,32 +219,15 @@ class Chaos:
                 return
             except (TrinityError, TimeoutError, OSError) as e:
                 last = f"{type(e).__name__}: {e}"
-                with contextlib.suppress(AlreadyRunning, StartupError):
-                    try:
-                        if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
-                            lifecycle.start(self.config)
-                    except LogRewound:
-                        return
+                try:
+                    self.start_if_dead()
+                except LogRewound:
+                    return
                 time.sleep(0.2)
         self.account.not_told.append(f"after {what} nobody was told of it in {TOLD_SECONDS:.0f} s: {last}")
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for all processes that are started in this block."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def chaos(
     backend: str, *, kills: int, seconds: float, seed: int, batches: int = 4, tasks: int = 50, special: bool = False,
     namespace: bool = False, payloads: str = "",
@@ -294,11 +243,10 @@ def chaos(
         beside, folder = made / "beside", made / "disk"
         beside.mkdir()
         folder.mkdir()
-        disk = stack.enter_context(on_disk(folder, special and namespace))
-        clock = SteppedClock(beside, namespace=namespace) if special else None
+        disk = stack.enter_context(contextlib.closing(Disk(folder))) if special and namespace else None
+        clock = stack.enter_context(contextlib.closing(SteppedClock(beside, namespace=namespace))) if special else None
         if clock is not None:
-            stack.callback(clock.close)
-            stack.enter_context(_environment(clock.environment))
+            stack.enter_context(mock.patch.dict(os.environ, clock.environment))
         database = Server(str(folder / "data"), durable=True) if backend == "postgresql" else None
         if database is not None:
             stack.callback(database.cleanup)
@@ -315,7 +263,7 @@ def chaos(
             return account
         finally:
             run.over.set()
-            run.watched.set()
+            run.watch.close()
             end_system(run.config)
             if os.environ.get("KEEP_CHAOS"):
                 shutil.copytree(made, os.environ["KEEP_CHAOS"], dirs_exist_ok=True)
@@ -326,9 +274,8 @@ def main() -> int:
         ("--backend", {"choices": ["sqlite", "postgresql", "both"], "default": "both"}),
         ("--kills", {"type": int, "default": 100, "help": "faults by kill -9, on each backend"}),
         ("--seconds", {"type": float, "default": 420.0, "help": "and no longer than this, on each backend"}),
-        ("--seed", {"type": int, "default": 0}),
         ("--payloads", {"default": "", "help": "store.payloads; `s3`: a bucket of a server that runs meanwhile"}),
-    ], quick=False)
+    ], quick=False, seed=0)
     namespace = in_namespace("benchmarks.chaos")
     backends = ["sqlite", "postgresql"] if options.backend == "both" else [options.backend]
     accounts = []

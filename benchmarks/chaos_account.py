@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +13,10 @@ from typing import Any
 
 import trinity_es
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
+from trinity_es.events.store.records.log_values import Recorded
 
 BAD = {
     "run_again": "finished tasks run again", "lost": "results lost", "duplicated": "results duplicated",
@@ -23,8 +28,6 @@ BAD = {
 
 @dataclass
 class Account:
-    """Result of a chaos run."""
-
     backend: str
     faults: Counter[str] = field(default_factory=Counter)
     kills: int = 0
@@ -88,14 +91,10 @@ class Evidence:
                 elif isinstance(event, ev.TasksDispatched) and item.stream.startswith("batch/"):
                     batch = int(item.stream.removeprefix("batch/"))
                     dispatched.update((batch, unit.task) for unit in event.units)
-                    account.run_again.extend(
-                        f"task {unit.task} of batch {batch} dispatched after it was finished"
-                        for unit in event.units
-                        if (batch, unit.task) in finished
-                    )
+                    account.run_again += [f"task {unit.task} of batch {batch} dispatched after it was finished"
+                                          for unit in event.units if (batch, unit.task) in finished]
             account.duplicated += [f"run {key} recorded {n} times" for key, n in recorded.items() if n > 1]
-            rows = {int(str(row.batch_id)): row for row in log.batches()}
-            account.batches, account.tasks = len(rows), len(finished)
+            account.batches, account.tasks = len(log.batches()), len(finished)
             for batch in sorted(self.submitted):
                 state = log.replay(batch)
                 if batch not in self.finalized:
@@ -124,19 +123,38 @@ class Evidence:
 
     def check_experiences(self, state: trinity_es.BatchState, batch: int, account: Account) -> None:
         """Read the delivered experiences of a batch, and add missing and duplicate ones to the account."""
-        payloads = open_payloads(self.url)
-        seen: Counter[tuple[Any, ...]] = Counter()
-        for ref in state.experiences:
-            seen.update((e.eid.task, e.eid.run, e.eid.step) for e in read_experiences(payloads, [ref]))
+        delivered = read_experiences(open_payloads(self.url), state.experiences)
+        seen = Counter((e.eid.task, e.eid.run, e.eid.step) for e in delivered)
         account.duplicated += [f"experience {key} of batch {batch} delivered {n} times"
                                     for key, n in seen.items() if n > 1]
         missing = {(task, 0, 0) for task in range(self.tasks)} - seen.keys()
         account.lost += [f"experience {key} of batch {batch} was not delivered" for key in sorted(missing)]
 
 
+class LogWatch:
+    """Thread that reads new events of a log as they come."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.events, self.over = url, list[Recorded](), threading.Event()
+        self.seen: dict[int, float] = {}
+        """Monotonic time at which each position of the log was first seen."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(0.2):
+            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.url) as log:
+                while not self.over.wait(0.05):
+                    for item in log.events(after=self.events[-1].position if self.events else 0):
+                        self.seen[item.position] = time.monotonic()
+                        self.events.append(item)
+
+    def close(self) -> None:
+        self.over.set()
+        self._thread.join(20)
+
+
 def report(account: Account) -> str:
-    """Return the account as a table."""
-    times = sorted(account.recoveries)
     lines = [f"{account.backend}: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
     lines += [
@@ -148,8 +166,8 @@ def report(account: Account) -> str:
         lines.append(f"  {len(found):>6}  {label}")
         lines += [f"          {line}" for line in found[:10]]
     lines += [f"  left out: {what}" for what in account.left_out]
-    if times:
-        slowest, cause = times[-1]
-        median = statistics.median(t for t, _ in times)
+    if account.recoveries:
+        slowest, cause = max(account.recoveries)
+        median = statistics.median(t for t, _ in account.recoveries)
         lines.append(f"  recovery: median {median:.2f} s, slowest {slowest:.2f} s ({cause})")
     return "\n".join(lines)

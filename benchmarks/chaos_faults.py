@@ -24,13 +24,10 @@ KILLED = {"runner": 8, "coordinator": 6, "worker": 4, "guardian": 1, "admin": 1}
 NOTICED_SECONDS = 60.0
 """Time limit until a hanging process is replaced; after that it counts as needing a person."""
 FULL_SECONDS = 10.0
-"""Seconds during which the disk is full."""
 FROZEN_SECONDS = 30.0
-"""Seconds during which all processes are frozen."""
 CALM_SECONDS = 6.0
 """Seconds after a freeze in which no process may be ended."""
 CLOCK_STEPS = 1.0, -1.0, 3600.0, -600.0, 0.0
-"""Offsets of the wall clock in seconds, one after the other."""
 STEP_SECONDS = 3.0
 """Seconds for which the clock keeps each offset."""
 
@@ -71,7 +68,6 @@ class Faults:
     ) -> None:
         self.config, self.random, self.database, self.disk, self.clock = config, chance, database, disk, clock
         self.kills = 0
-        """Number of killed processes."""
         self.trouble: list[str] = []
         self.ended: list[str] = []
 
@@ -186,7 +182,6 @@ class Faults:
         return True
 
     def fill_disk(self) -> bool:
-        """Fill the disk that holds the log, payloads and text logs, then free the space."""
         assert self.disk is not None
         self.disk.fill()
         time.sleep(FULL_SECONDS)

@@ -29,14 +29,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import trinity_es
-from benchmarks.chaos_account import Evidence
+from benchmarks.chaos_account import Evidence, LogWatch
 from benchmarks.chaos_hosts_account import Fault, HostsAccount, Work, busy_shares, hosts_report
 from benchmarks.chaos_hosts_machines import HeadMachine, HostMachine, Machine, Trainer
 from benchmarks.compared import options_of, write_json
@@ -44,7 +44,6 @@ from tests.helpers.namespaces import Network, Postgres, lacks, made_network, mad
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.records.log_values import Recorded
 
 T = TypeVar("T")
 
@@ -69,21 +68,7 @@ CALM_SECONDS = 8.5
 """Seconds without faults before a fault, to measure its effect on the other hosts."""
 
 
-class Watch:
-    """Thread that reads new events of the log as they come."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.events, self.over = url, list[Recorded](), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self.over.wait(0.2):
-            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.url) as log:
-                while not self.over.wait(0.2):
-                    after = self.events[-1].position if self.events else 0
-                    self.events.extend(log.events(after=after))
-
+class Watch(LogWatch):
     def serves(self, host: str, since: float) -> bool:
         """Return whether the host's runner is up and got ready after the time `since`."""
         ready = 0.0
@@ -99,14 +84,8 @@ class Watch:
     def finished(self) -> int:
         return sum(isinstance(item.event, ev.RunsFinished) for item in list(self.events))
 
-    def close(self) -> None:
-        self.over.set()
-        self._thread.join(20)
-
 
 class HostsChaos:
-    """One chaos run over several hosts."""
-
     def __init__(
         self, network: Network, database: Postgres, folder: Path, seed: int, *, hosts: int = 4, lanes: int = 6,
         tasks: int = 200, timeout: float = 15.0,
@@ -127,7 +106,7 @@ class HostsChaos:
         self.account = HostsAccount("hosts")
         self.faults: list[Fault] = []
         self.killed: set[str] = set()
-        self.tasks, self.timeout, self.calm, self.calm_since = tasks, timeout, CALM_SECONDS, 0.0
+        self.tasks, self.timeout, self.calm_since = tasks, timeout, 0.0
 
     # --- what is waited for -----------------------------------------------------------------------------------------
     def wait(self, condition: Callable[[], T], what: str, seconds: float) -> T | None:
@@ -140,16 +119,12 @@ class HostsChaos:
             time.sleep(0.2)
         return found
 
-    def leader(self) -> dict[str, Any]:
-        """Return the leader's record in the lease; {} if there is none or the database is unreachable."""
+    def leading_head(self) -> HeadMachine | None:
+        """Return the head that has the lease if its coordinator is alive and the database is reachable."""
+        lease = None
         with contextlib.suppress(TrinityError), EventLog.open(self.database.url, read_only=True) as log:
             lease = log.read_lease("coordinator")
-            return (lease.owner or {}) if lease is not None else {}
-        return {}
-
-    def leading_head(self) -> HeadMachine | None:
-        """Return the leading head if its coordinator is alive."""
-        where = self.leader().get("hosts")
+        where = lease.owner.get("hosts") if lease is not None and lease.owner else None
         return next((h for h in self.heads if h.address == where and h.processes("Coordinator")), None)
 
     def active_hosts(self) -> list[HostMachine]:
@@ -166,8 +141,8 @@ class HostsChaos:
         self.wait(self.leading_head, "somebody leads", MEND_SECONDS)
         for host in self.active_hosts():
             since = last.until if last is not None and last.restarts and last.host == host.name else 0.0
-            if not self.wait(lambda h=host, s=since: self.watch.serves(h.name, s),  # type: ignore[misc]
-                             f"host {host.name} works after {last.kind if last else 'its start'}", MEND_SECONDS):
+            what = f"host {host.name} works after {last.kind if last else 'its start'}"
+            if not self.wait(partial(self.watch.serves, host.name, since), what, MEND_SECONDS):
                 host.kill()
                 host.start()
         count = self.watch.finished()
@@ -185,13 +160,11 @@ class HostsChaos:
             host.start()
         self.heads[1].start()
         for host in self.hosts.values():
-            self.wait(lambda h=host: self.watch.serves(h.name, 0.0), f"host {host.name} works", 120)  # type: ignore[misc]
+            self.wait(partial(self.watch.serves, host.name, 0.0), f"host {host.name} works", 120)
         self.trainer.run_on(list(self.hosts.values()))
         self.wait_recovered()
-        if measured:
-            time.sleep(3)
-        else:
-            self.calm = 0.0
+        time.sleep(3 if measured else 0)
+        self.calm = CALM_SECONDS if measured else 0.0
         quiet, offset = time.time(), time.time() - time.monotonic()
         time.sleep(2 * self.calm)
         quiet_time = quiet, time.time()
@@ -208,13 +181,11 @@ class HostsChaos:
         return self.account
 
     def random_faults(self, count: int) -> list[str]:
-        """Return `count` faults in a random order."""
         every = [kind for kind, often in KINDS.items() for _ in range(often)]
         self.random.shuffle(every)
         return [every[n % len(every)] for n in range(count)]
 
     def record_fault(self, kind: str, host: str, **more: Any) -> Fault:
-        """Record that a fault begins now, and return its record."""
         fault = Fault(kind, host, time.time(), **more)
         self.faults.append(fault)
         self.account.faults[kind] += 1
@@ -230,7 +201,8 @@ class HostsChaos:
             case "host killed" | "host without power" | "link away" | "packets lost one way":
                 fault = self.take_away(kind, host, deck)
             case "host joins":
-                fault = self.add_host(kind)
+                fault = self.record_fault(kind, self.spare.name)
+                self.spare.start()
             case "host drained" | "SIGTERM to a host":
                 fault = self.remove_host(kind, host)
             case "host of the head killed" | "link of the head away":
@@ -268,12 +240,6 @@ class HostsChaos:
             fault.until = time.time()
         if off:
             host.start()
-        return fault
-
-    def add_host(self, kind: str) -> Fault:
-        """Start the spare host, which joins the run."""
-        fault = self.record_fault(kind, self.spare.name)
-        self.spare.start()
         return fault
 
     def remove_host(self, kind: str, host: HostMachine) -> Fault:
@@ -349,7 +315,6 @@ class HostsChaos:
             self.account.add_work(Work(log.events()), self.faults, quiet, busy, PLACES)
 
     def close(self) -> None:
-        """End the trainer and all machines."""
         self.trainer.kill()
         for machine in [*self.hosts.values(), self.spare, *self.heads]:
             machine.kill()
@@ -382,8 +347,7 @@ def chaos_hosts(
 
 
 def main() -> int:
-    options = options_of(__doc__, [
-        ("--faults", {"type": int, "default": 30}), ("--seed", {"type": int, "default": 0})], quick=False)
+    options = options_of(__doc__, quick=False, faults=30, seed=0)
     if reason := lacks():
         print(f"skipped: {reason}")
         return 0

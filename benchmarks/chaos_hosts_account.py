@@ -42,7 +42,6 @@ class Fault:
     loses: bool = False
     """True if the run loses the host, which ends its epoch."""
     restarts: bool = False
-    """True if the host is restarted."""
     disturbed: bool = False
     """True if another fault came before this one was over."""
     calm: float = 0.0
@@ -91,8 +90,6 @@ def busy_shares(notes: Path, places: int, begin: float, end: float) -> dict[str,
 
 @dataclass
 class HostsAccount(Account):
-    """Result of a chaos run over several hosts."""
-
     over: list[str] = field(default_factory=list)
     blamed: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
@@ -111,7 +108,6 @@ class HostsAccount(Account):
     given: dict[str, float] = field(default_factory=dict)
     """{host: share of its places with assigned units before any fault}."""
     epochs: int = 0
-    """Number of epochs of all hosts."""
     coordinators: int = 0
     trainers: int = 0
     """Number of trainer processes, which ran one after the other."""
@@ -207,7 +203,6 @@ def _epoch(hosts: Hosts, runner: str) -> int:
 
 
 def hosts_report(account: HostsAccount) -> str:
-    """Return the account as a table."""
     lines = [f"hosts: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
     lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
     lines.append(f"  {sum(account.faults.values()):>6}  faults in all; {account.epochs} times a host joined, "

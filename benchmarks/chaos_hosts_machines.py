@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -10,76 +11,65 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.chaos_faults import kill
 from benchmarks.chaos_hosts_trainer import HOST_VARIABLE
 from tests.helpers.namespaces import Network
 
 ROOT = Path(__file__).parents[1]
 KEY = "the key of this benchmark, of 40 characters"
 LEAVE_SECONDS = 60.0
-"""Time limit for a host to leave the run in order."""
 
 
 class Machine:
-    """A machine, which can be started and killed."""
-
     def __init__(self, name: str, network: Network, folder: Path) -> None:
-        self.name, self.network, self.folder = name, network, folder / name
-        self.inside = network.add(name)
+        self.name, self.folder, self.inside = name, folder / name, network.add(name)
+        self.command: list[str] = []
+        """Command that the machine runs from its start."""
         self.folder.mkdir()
         temporary = self.folder / "tmp"  # clients find the host's system here, so each host has its own
         temporary.mkdir()
         self.env = {
             **os.environ, "TRINITY_ES_KEY": KEY, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), HOST_VARIABLE: name
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
         self.is_wanted = False
         """True from `start` until the machine is killed or leaves."""
 
-    def command(self) -> list[str]:
-        """Return the command that the machine runs from its start."""
-        raise NotImplementedError
-
     def start(self) -> None:
-        """Start the machine."""
         self.is_wanted = True
         with (self.folder / "said").open("a") as out:
             self.process = subprocess.Popen(
-                [*self.inside, *self.command()], stdout=out, stderr=out, env=self.env, cwd=ROOT
-            )
+                [*self.inside, *self.command], stdout=out, stderr=out, env=self.env, cwd=ROOT)
 
     def is_on(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def first_process(self) -> psutil.Process | None:
-        """Return the machine's first process, with which all its other processes end; None if it is off."""
+    def first_process(self) -> list[psutil.Process]:
+        """Return the machine's first process, with which all its other processes end; [] if it is off."""
         with contextlib.suppress(psutil.Error):
-            if self.is_on() and self.process is not None:
-                return next(iter(psutil.Process(self.process.pid).children()), None)
-        return None
+            if self.is_on():
+                return psutil.Process(self.process.pid).children()[:1]
+        return []
 
     def processes(self, kind: str = "") -> list[psutil.Process]:
         """Return the machine's processes whose title begins with `kind`, without the first process."""
         found = []
         with contextlib.suppress(psutil.Error):
-            for process in self.first_process().children(recursive=True) if self.first_process() else ():  # type: ignore[union-attr]
+            for process in [p for first in self.first_process() for p in first.children(recursive=True)]:
                 with contextlib.suppress(psutil.Error):
                     if " ".join(process.cmdline()).startswith(kind):
                         found.append(process)
         return found
 
     def kill(self) -> None:
-        """Kill all processes of the machine with SIGKILL."""
         self.is_wanted = False
-        first = self.first_process()
-        if first is not None:
-            with contextlib.suppress(psutil.Error):
-                first.kill()
+        kill(self.first_process())
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
@@ -88,39 +78,27 @@ class Machine:
 
     def kill_one(self, kind: str) -> bool:
         """Kill a process of this kind with SIGKILL. Return False if there is none."""
-        for process in self.processes(kind):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-                return True
-        return False
+        return any(kill([process]) for process in self.processes(kind))
 
     def command_prefix(self) -> list[str]:
-        """Return the command prefix that runs a command on this machine."""
-        first = self.first_process()
-        return ["nsenter", "-t", str(first.pid if first else 0), "-p", "-m", "-n"]
+        pid = next((first.pid for first in self.first_process()), 0)
+        return ["nsenter", "-t", str(pid), "-p", "-m", "-n"]
 
 
 class HostMachine(Machine):
-    """A machine that joins the run (`trinity-es join`)."""
-
     def __init__(self, name: str, network: Network, folder: Path, url: str) -> None:
         super().__init__(name, network, folder)
-        self.url = url
-
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "trinity_es", "join", self.url, "--name", self.name, "--log-dir",
-                str(self.folder / "logs")]
+        self.command = [sys.executable, "-m", "trinity_es", "join", url, "--name", name, "--log-dir",
+                        str(self.folder / "logs")]
 
     def sigterm(self) -> None:
         """Send SIGTERM to the machine's first process, as a launcher does, so that the host leaves."""
-        first = self.first_process()
-        if first is not None:
+        for first in self.first_process():
             first.send_signal(signal.SIGTERM)
 
     def wait_left(self) -> str:
         """Wait until the host has left the run. Return what went wrong, else ""."""
         self.is_wanted = False
-        assert self.process is not None
         try:
             status = self.process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -141,10 +119,8 @@ class HeadMachine(Machine):
                  "system": {**config.get("system", {}), "log_dir": str(self.folder / "logs")}}
         self.config = self.folder / "config.yaml"
         self.config.write_text(json.dumps(given))
-
-    def command(self) -> list[str]:
         up = f"{sys.executable} -m trinity_es up --standby --no-wait {self.config}"
-        return ["bash", "-c", f"while :; do {up}; sleep 1; done"]
+        self.command = ["bash", "-c", f"while :; do {up}; sleep 1; done"]
 
 
 class Trainer:
@@ -157,15 +133,14 @@ class Trainer:
         self.submitted: set[int] = set()
         self.trouble: list[str] = []
         self.starts = 0
-        self.host: Machine | None = None
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
         self._ending = False
         self._thread: threading.Thread | None = None
 
     def run_on(self, machines: Sequence[Machine]) -> None:
         """Keep a trainer process running on one of these machines, until `end`."""
         def keep() -> None:
-            for machine in _cycle(machines):
+            for machine in itertools.cycle(machines):
                 if self._ending and not self.open_lanes():
                     return
                 if machine.is_on() and machine.processes("Host"):
@@ -189,15 +164,13 @@ class Trainer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, env=machine.env, cwd=ROOT, text=True
             )
-        self.host, self.starts = machine, self.starts + 1
+        self.starts += 1
         if self._ending:
             self._send_end()
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):  # half a line of a killed process
                 self._note_answer(json.loads(line))
         self._process.wait()
-        self.host = None
 
     def _note_answer(self, said: dict[str, Any]) -> None:
         if "submitted" in said:
@@ -234,8 +207,3 @@ class Trainer:
         self.lanes = {}
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-
-
-def _cycle(machines: Sequence[Machine]) -> Iterator[Machine]:
-    while True:
-        yield from machines

@@ -14,12 +14,10 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 _INSIDE = "CHAOS_NAMESPACE"
 DISK_BYTES = 1 << 30
-"""Size of the disk that is filled."""
 
 
 def in_namespace(module: str) -> bool:
@@ -50,7 +48,6 @@ class Disk:
                 f.write(b"\0" * 512)
 
     def free(self) -> None:
-        """Free the space that `fill` took."""
         for name in ("filler", "filler.last"):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -88,14 +85,3 @@ class SteppedClock:
         """Restore the true boot time."""
         if self.namespace:
             subprocess.run(["umount", "-l", "/proc/stat"], check=False)
-
-
-@contextlib.contextmanager
-def on_disk(folder: Path, wanted: bool) -> Iterator[Disk | None]:
-    """Make a folder a small disk for this block, if `wanted`. Yields the disk, else None."""
-    disk = Disk(folder) if wanted else None
-    try:
-        yield disk
-    finally:
-        if disk is not None:
-            disk.close()

@@ -27,7 +27,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -109,7 +109,10 @@ def play_and_kill(on: System, batch: int, made: Cut, lengths: Sequence[int], sec
     after = [r.began for of_prompt in on.notes.requests().values() for r in of_prompt if r.began > killed]
     made.waited = min(after, default=math.nan) - killed + seconds / max(lengths)
     if made.journal:
-        made.left_bytes = wait_for_zero(on.journal_bytes)
+        until = time.monotonic() + 5.0
+        while (left := on.journal_bytes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        made.left_bytes = left
         made.kept_bytes = kept_bytes(on.config.store.url, batch)
     got, made.wrong = delivered_prompts(on, batch)
     generated = on.notes.generated()
@@ -118,14 +121,6 @@ def play_and_kill(on: System, batch: int, made: Cut, lengths: Sequence[int], sec
     made.intervals = max(again / length * seconds / interval for length, again in made.again.items())
     made.ended_again = sum(generated[prompt] - SHORT for prompt in firsts)
     return made
-
-
-def wait_for_zero(figure: Callable[[], int], seconds: float = 5.0) -> int:
-    """Poll `figure` until it returns 0, for up to `seconds`, and return its last value."""
-    until = time.monotonic() + seconds
-    while (now := figure()) and time.monotonic() < until:
-        time.sleep(0.05)
-    return now
 
 
 def kept_bytes(url: str, batch: int) -> float:
@@ -162,7 +157,6 @@ class Under:
     kills: int
     seconds: float
     lengths: list[int]
-    """Lengths of the delivered answers."""
     generated: int
     wrong: int
 
@@ -194,11 +188,11 @@ def under_kills(
     return Under(way, len(prompts), kills, seconds, sorted(map(length_of, got)), generated, wrong)
 
 
-def mixed_prompts(count: int, least: int, most: int, pace: float) -> list[str]:
-    """Return prompts for answers of `least` to `most` tokens, evenly on a logarithmic scale, in random order."""
-    lengths = [round(least * (most / least) ** (i / (count - 1))) for i in range(count)]
+def mixed_prompts(count: int, most: int) -> list[str]:
+    """Return prompts for answers of 64 to `most` tokens, evenly on a logarithmic scale, in random order."""
+    lengths = [round(64 * (most / 64) ** (i / (count - 1))) for i in range(count)]
     random.Random(count).shuffle(lengths)
-    return [prompt_of(i, length, length * pace) for i, length in enumerate(lengths)]
+    return [prompt_of(i, length, length * 0.001) for i, length in enumerate(lengths)]
 
 
 @dataclass(frozen=True)
@@ -284,9 +278,9 @@ class Figures:
 def measure(*, quick: bool, seed: int) -> Figures:
     """Measure everything that needs no vLLM."""
     shares, lengths = (0.1, 0.5, 0.9, 0.99), (300, 600, 1024, 2048, 3072, 4096)
-    long, every, often = [prompt_of(i, 4096, 4.0) for i in range(96)], mixed_prompts(2_000, 64, 4096, 0.001), 3.0
+    long, every, often = [prompt_of(i, 4096, 4.0) for i in range(96)], mixed_prompts(2_000, 4096), 3.0
     if quick:
-        shares, lengths, every, often = (0.5, 0.99), (300, 4096), mixed_prompts(128, 64, 2048, 0.001), 1.5
+        shares, lengths, every, often = (0.5, 0.99), (300, 4096), mixed_prompts(128, 2048), 1.5
     with databases() as pool:
         if quick:
             pool.kinds = ["sqlite"]
@@ -303,7 +297,6 @@ def measure(*, quick: bool, seed: int) -> Figures:
 
 
 def report(figures: Figures) -> str:
-    """Return the figures as a table."""
     lines = [f"{figures.kills} kills with the journal",
              "tokens generated again after a kill, in tokens of one interval: median (most) of the kills; in all"]
     groups = defaultdict(list)

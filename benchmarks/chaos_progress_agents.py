@@ -53,9 +53,14 @@ def message(number: int, turn: int) -> str:
     return prompt_of(number, length, length / 1500)
 
 
-class BySDK(Workflow):
-    """Workflow of the agent on the OpenAI SDK."""
+def rewarded(model: Any) -> list[Experience]:
+    experiences: list[Experience] = model.extract_experience_from_history()
+    for experience in experiences:
+        experience.reward = float(experience.tokens.sum() % 1000)
+    return experiences
 
+
+class BySDK(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -68,10 +73,7 @@ class BySDK(Workflow):
 
         async with AsyncOpenAI(base_url=here.base_url, api_key=here.token) as client:
             await converse(client, here.model, message(number, 0), tool)
-        experiences: list[Experience] = self.model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward = float(experience.tokens.sum() % 1000)
-        return experiences
+        return rewarded(self.model)
 
 
 def look_up(number: int, turn: int) -> str:
@@ -94,10 +96,7 @@ class ByModel(Workflow):
             said = await self.step_async("look", look_up, number, turn, idempotent=True)
             narrate("done", f"{number}/{turn}")
             messages.append({"role": "user", "content": said})
-        experiences: list[Experience] = self.model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward = float(experience.tokens.sum() % 1000)
-        return experiences
+        return rewarded(self.model)
 
 
 async def pay(number: int, payment: int) -> int:
@@ -124,13 +123,9 @@ class Payer(Workflow):
 
 @dataclass
 class Agents:
-    """Counts over the agents and payers of all batches."""
-
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KILLED, 0))
     runs: int = 0
-    """Runs of agents and payers."""
     calls: int = 0
-    """Answers that the agents got."""
     asked_again: int = 0
     """Requests for an answer that the agent already had."""
     goes_on: int = 0
@@ -201,7 +196,6 @@ def play_agents(url: str, kills: int, seed: int, width: int = 8) -> Agents:
 
 
 def trained_fields(experience: Experience) -> tuple[Any, ...]:
-    """Return the fields of an experience that a trainer reads."""
     e = experience
     arrays = [None if a is None else a.tolist() for a in (e.tokens, e.logprobs, e.action_mask)]
     return e.eid.task, e.eid.run, e.eid.step, e.prompt_length, e.reward, *arrays

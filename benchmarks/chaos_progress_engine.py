@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import trinity_es
+from benchmarks.chaos_hosts_trainer import repeat_until_answered
 from tests.helpers.systems import kill_all, pid_of, scripted
 from trinity_es import Config, Task, Workflow
 from trinity_es.actors.engines.interface import REQUEST_NAME, Completion, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.teardown import end_system
-from trinity_es.events.errors import NotRunning
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.journal_store import open_journals
 from trinity_es.events.store.payloads.experiences import read_experiences
@@ -132,12 +132,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Notes:
-    """The engine's notes, read from their folder."""
-
     folder: Path
 
     def requests(self) -> dict[str, list[Request]]:
-        """Return {prompt: requests}."""
         found = defaultdict(list)
         for file in self.folder.iterdir():
             if note := file.read_text():  # empty while it is being written
@@ -146,7 +143,6 @@ class Notes:
         return found
 
     def generated(self) -> dict[str, int]:
-        """Return {prompt: number of tokens generated for it}."""
         return {prompt: sum(r.given for r in requests) for prompt, requests in self.requests().items()}
 
     @property
@@ -193,25 +189,14 @@ class System:
 
     def finalize(self, batch: int, seconds: float = 300.0) -> None:
         """Finalize a batch, with a new try whenever the system was restarted."""
-        until = time.monotonic() + seconds
-        while True:
-            try:
-                with self.client() as client:
-                    client.finalize_train_batch(batch, timeout=seconds)
-                return
-            except NotRunning:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.1)
+        repeat_until_answered(self.config, lambda c: c.finalize_train_batch(batch, timeout=seconds), seconds)
 
     def experiences(self, batch: int) -> list[Experience]:
         with trinity_es.open_log(self.config.store.url) as log:
             state = log.replay(batch)
-        payloads = open_payloads(self.config.store.url)
-        return list(read_experiences(payloads, state.experiences))
+        return read_experiences(open_payloads(self.config.store.url), state.experiences)
 
     def journal_bytes(self) -> int:
-        """Return the size of all journals in bytes."""
         with closing(open_journals(self.config.store.url)) as journals:
             return sum(len(part) for life in journals.lives() for part in journals.read(life))
 

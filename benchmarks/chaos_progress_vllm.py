@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_progress_engine import show_progress, system, task
+from benchmarks.systems import TINY
 from examples.grpo.tiny_model import make_tiny_model
 from tests.helpers.journals import RUN, Written, ask
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
@@ -44,6 +45,8 @@ SAMPLING = {
     BEGINS_AGAIN: replace(PLAIN, presence_penalty=0.5),
 }
 AT_ONCE = 64
+Answer = tuple[Completion, int, int, int]
+"""An answer, its deaths, its kept tokens, and 1 if those are wrong."""
 ALARM = 0.01
 """p value below which distributions count as different, for all comparisons together (Bonferroni)."""
 
@@ -76,8 +79,8 @@ class Compared:
 
 async def answer_with_deaths(
     engine: VLLMEngine, number: int, sampling: Sampling, chance: random.Random | None
-) -> tuple[Completion, int, int, int]:
-    """Return an answer, its deaths, its kept tokens, and 1 if those are wrong. Without `chance` no attempt dies."""
+) -> Answer:
+    """Return an answer. Without `chance` no attempt dies."""
     if sampling.seed is not None:
         sampling = replace(sampling, seed=number)
     kept, data, deaths = None, b"", 0
@@ -103,11 +106,10 @@ def prompt(engine: VLLMEngine, number: int) -> list[int]:
     return engine.tokenizer.encode(f"{number}=")
 
 
-async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int | None) -> list[tuple[
-        Completion, int, int, int]]:
+async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int | None) -> list[Answer]:
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def one(number: int) -> tuple[Completion, int, int, int]:
+    async def one(number: int) -> Answer:
         async with places:
             chance = None if seed is None else random.Random(f"{seed}/{number}")
             return await answer_with_deaths(engine, number, sampling, chance)
@@ -116,7 +118,6 @@ async def answer_all(engine: VLLMEngine, n: int, sampling: Sampling, seed: int |
 
 
 async def compare(engine: VLLMEngine, name: str, n: int, seed: int) -> Compared:
-    """Compare `n` answers whose attempts died with `n` undisturbed answers."""
     calm = [a for a, *_ in await answer_all(engine, n, SAMPLING[name], None)]
     rough = await answer_all(engine, n, SAMPLING[name], seed)
     figures = {
@@ -203,7 +204,6 @@ class OnVLLM:
                         for c in going_on for what, p in c.p.items() if p < least]
 
     def report(self) -> list[str]:
-        """Return the figures as lines."""
         ms = {name: f"{value:.1f} ms" for name, value in self.first_tokens.items()}
         lines = [
             f"a real vLLM engine: {', '.join(f'{name} {value}' for name, value in self.killed.items())}",
@@ -219,8 +219,7 @@ class OnVLLM:
 
 async def compare_distributions(n: int, seed: int) -> tuple[dict[str, float], list[Compared]]:
     with tempfile.TemporaryDirectory(prefix="chaos-progress-") as name:
-        path = str(make_tiny_model(Path(name) / "model", seed=0))
-        engine = VLLMEngine(EngineConfig(model_path=path, max_model_len=256, gpu_memory_utilization=0.3))
+        engine = VLLMEngine(EngineConfig(model_path=str(make_tiny_model(Path(name) / "model", seed=0)), **TINY))
         await engine.start()
         try:
             found = list[Compared]()

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -92,24 +92,30 @@ class Row:
 
 
 def number_format(value: float) -> str:
-    """Return the format specification for a figure of this size."""
     return ",.0f" if abs(value) >= 100 else ".2f" if abs(value) >= 0.5 else ".3f"
 
 
-def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Call each function `repeats` times, in turn and in alternating order, and return {name: figures}."""
+def alternate(
+    ways: Mapping[str, Callable[[], float]], repeats: int, systems: Mapping[str, Any] | None = None
+) -> dict[str, list[float]]:
+    """Call each function `repeats` times, in turn and in alternating order, and return {name: figures}.
+
+    `systems`: systems by name, with a property `pids`; all but the function's own are suspended while it is called.
+    """
     figures: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(repeats):
         for name in list(ways) if number % 2 else reversed(list(ways)):
+            own = systems[name] if systems else None
             gc.collect()  # so that no function pays for another one's garbage
-            figures[name].append(ways[name]())
+            with resting(*(pid for other in set((systems or {}).values()) - {own} for pid in other.pids)):
+                figures[name].append(ways[name]())
     return figures
 
 
 def coordinator_of(client: Any) -> int:
-    """Return the pid of the coordinator behind a client."""
+    """Return the pid of the coordinator behind a client, 0 if none is up."""
     children = client._link.where().status.get("children", [])
-    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
+    return next((int(c["pid"]) for c in children if c["name"] == "coordinator" and c["state"] == "up"), 0)
 
 
 def pids_of(client: Any) -> list[int]:
@@ -138,6 +144,9 @@ def resting(*pids: int) -> Iterator[None]:
 
     The block begins after `SETTLE_SECONDS`, in which systems that were suspended before catch up.
     """
+    if not pids:
+        yield
+        return
     stopped: list[psutil.Process] = []
     try:
         for pid in pids:
@@ -174,11 +183,9 @@ class Watch:
     def _times() -> dict[tuple[int, float], tuple[str, float]]:
         found = {}
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 times = process.cpu_times()
                 found[process.pid, process.create_time()] = (process.name(), times.user + times.system)
-            except psutil.Error:
-                continue
         return found
 
     def other_load(self, own: Sequence[str] = ("postgres",)) -> dict[str, Any]:
@@ -197,14 +204,17 @@ class Watch:
 
 
 def options_of(
-    doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True
+    doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True, **defaults: Any
 ) -> argparse.Namespace:
-    """Parse the command line: `--json`, `--quick` unless `quick` is false, and a benchmark's own arguments."""
+    """Parse the command line: `--json`, `--quick` unless `quick` is false, and a benchmark's own arguments.
+
+    `defaults`: default values of further options, which have the type of their default.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
     if quick:
         parser.add_argument("--quick", action="store_true", help="less of everything: does it run at all")
-    for name, more in arguments:
+    for name, more in [*arguments, *((f"--{n}", {"type": type(v), "default": v}) for n, v in defaults.items())]:
         parser.add_argument(name, **more)
     return parser.parse_args()
 
@@ -241,20 +251,15 @@ def report(
 
 def about(watch: Watch) -> dict[str, Any]:
     """Return the context of all figures: machine, date, commit, and the load of other processes."""
-    return {"machine": machine(), "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.other_load()}
+    host = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
+            "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
+    return {"machine": host, "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.other_load()}
 
 
 def load_text(beside: Mapping[str, Any]) -> str:
-    """Return the result of `Watch.other_load` as text."""
     others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
     return (f"Load average {beside['load_before']:.1f} before, {beside['load_after']:.1f} after; other processes over "
             f"{BUSY:.0%} of a core: {others}")
-
-
-def machine() -> dict[str, Any]:
-    """Return Python's version, operating system, cores and memory of this machine."""
-    return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
-            "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
 
 
 def commit() -> str:
@@ -281,7 +286,6 @@ class Databases:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.missing = folder, list[str]()
-        self._number = 0
         self._server: Any = None
         try:
             self._server = Server(str(folder / "data"), durable=True)
@@ -290,10 +294,8 @@ class Databases:
         self.kinds = ["sqlite"] if self._server is None else ["sqlite", "postgresql"]
 
     def new(self, kind: str) -> str:
-        """Return the URL of an empty database."""
         if kind == "sqlite":
-            self._number += 1
-            return f"sqlite:///{self.folder}/log_{self._number}.sqlite"
+            return f"sqlite:///{tempfile.mkdtemp(dir=self.folder)}/log.sqlite"
         return str(self._server.url(self._server.new_database()))
 
     def close(self) -> None:
@@ -307,8 +309,5 @@ def databases() -> Iterator[Databases]:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # PostgreSQL's server runs as another user
-        pool = Databases(folder)
-        try:
+        with closing(Databases(folder)) as pool:
             yield pool
-        finally:
-            pool.close()

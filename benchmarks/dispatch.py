@@ -21,28 +21,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
 import trinity_es
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    alternate,
-    options_of,
-    pairs,
-    pids_of,
-    report,
-    resting,
-    sound,
-)
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, sound
 from benchmarks.known_system import KnownSystem, known_system
+from benchmarks.systems import explore_config, play_batch, running
 from trinity_es.events.experience import Experience
-from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow, sampled
 
 TOKENS, PLACES = 512, 8
@@ -56,14 +44,11 @@ P95_AIM, IDEAL_AIM = 2.0, 0.95
 REPEATS = 5
 FIRST = 10**9
 """Number before the first batch's number."""
-READY_SECONDS = 300.0
-"""Time limit for runners to be ready; a hundred runners took more than a minute on two slow cores."""
 KNOWN = "the known system"
 DEFAULT = f"{KNOWN}, which keeps a copy"
 
 
 def full_reward(_: int) -> float:
-    """Return the default reward of each task."""
     return 1.0
 
 
@@ -113,16 +98,12 @@ class Bench:
         """Prepare a system. `url`: its log, which may hold batches with numbers below `FIRST`; `rollout`: section
         `explorer.rollout_model`; `journal`: seconds between two records of the journal, 0: none; `payloads`: key
         `store.payloads`."""
-        self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
-        self.config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "explorer": {"max_concurrency": places, "rollout_model": rollout or {"engine_type": "scripted"},
-                             "progress": {"seconds": journal}},
-                "buffer": {"pipeline": {"operators": operators}},
-                "store": {"durability": durability, "payloads": payloads} | ({} if url is None else {"url": url}),
-            },
-            folder=self.folder.name,
+        self.stack = ExitStack()
+        self.config = explore_config(
+            self.stack.enter_context(tempfile.TemporaryDirectory(prefix="dispatch-")), places,
+            rollout or {"engine_type": "scripted"}, explorer={"progress": {"seconds": journal}},
+            buffer={"pipeline": {"operators": operators}},
+            store={"durability": durability, "payloads": payloads} | ({} if url is None else {"url": url}),
         )
         self.places = places
         self.next_id = FIRST
@@ -130,14 +111,11 @@ class Bench:
         """{batch: number of its experiences}."""
 
     def __enter__(self) -> Bench:
-        lifecycle.start(self.config)
-        self.client = trinity_es.connect(self.config)
-        self.client.wait_ready(READY_SECONDS)
+        self.client = self.stack.enter_context(running(self.config))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.shutdown()
-        self.folder.cleanup()
+        self.stack.close()
 
     @property
     def pids(self) -> list[int]:
@@ -150,18 +128,13 @@ class Bench:
     ) -> float:
         """Play a batch of `n` tasks, check that all finished, and return the seconds from submit to finalize."""
         self.next_id += 1
-        batch = tasks(n, seconds, tokens, runs, reward)
-        started = perf_counter()
-        self.client.submit_batch(batch_id=self.next_id, tasks=batch, batch_type="train")
-        result = self.client.finalize_train_batch(self.next_id, timeout=120)
-        elapsed = perf_counter() - started
+        elapsed, result = play_batch(self.client, self.next_id, tasks(n, seconds, tokens, runs, reward), timeout=120)
         if result["finished_task_count"] != n:
             raise SystemExit(f"batch {self.next_id}: {result['finished_task_count']} of {n} tasks are finished")
         self.made[self.next_id] = n * runs
         return elapsed
 
     def check(self, tokens: int = TOKENS) -> None:
-        """Check the experiences of the last batch."""
         check_experiences(list(self.client.experiences(self.next_id)), self.made[self.next_id], tokens)
 
     def check_named(self) -> None:
@@ -190,29 +163,25 @@ def both(places: int, durability: str, pipeline: str = "lean") -> Iterator[tuple
 
 
 def in_turn(
-    bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None,
-    repeats: int,
+    bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None
 ) -> tuple[list[float], list[float] | None]:
     """Return the figures of trinity_es and of the known system, if installed, each while the other is suspended."""
     if known is None:
-        return alternate({"ours": ours}, repeats)["ours"], None
+        return alternate({"ours": ours}, REPEATS)["ours"], None
 
-    def ours_alone() -> float:
-        with resting(known.process.pid):
-            bench.one(8)
-            return ours()
+    def ours_warmed_up() -> float:
+        bench.one(8)
+        return ours()
 
-    def theirs_alone() -> float:
-        with resting(*bench.pids):
-            known.one(8, 0.0, TOKENS, 1)
-            return theirs(known)
+    def theirs_warmed_up() -> float:
+        known.one(8, 0.0, TOKENS, 1)
+        return theirs(known)
 
-    figures = alternate({"ours": ours_alone, "known": theirs_alone}, repeats)
+    figures = alternate({"ours": ours_warmed_up, "known": theirs_warmed_up}, REPEATS, {"ours": bench, "known": known})
     return figures["ours"], figures["known"]
 
 
 def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[Row]:
-    """Return the rows with p50 and p95 of batches of `n` tasks."""
     batches, few, aim = LATENCY[n]
     turns: list[list[float]] = []
 
@@ -223,7 +192,7 @@ def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[
     def theirs(system: KnownSystem) -> float:
         return statistics.median(1e3 * system.one(n, 0.0, TOKENS, 1) for _ in range(max(2, few // part)))
 
-    p50, other = in_turn(bench, ours, theirs, known, REPEATS)
+    p50, other = in_turn(bench, ours, theirs, known)
     bench.check()
     name = f"submit -> finalize, {n} no-op task{'s' * (n > 1)}"
     p95 = [percentile(turn, 0.95) for turn in turns]
@@ -237,22 +206,17 @@ def rate(
     bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int, other: str, aim: float
 ) -> Row:
     """Return the row with tasks per second, or runs per second if a task has several runs."""
-    def ours() -> float:
-        return n * runs / bench.one(n, tokens=tokens, runs=runs)
-
-    ours_rates, their_rates = in_turn(
-        bench, ours, lambda system: n * runs / system.one(n, 0.0, tokens, runs), known, REPEATS
-    )
+    ours_rates, their_rates = in_turn(bench, lambda: n * runs / bench.one(n, tokens=tokens, runs=runs),
+                                      lambda system: n * runs / system.one(n, 0.0, tokens, runs), known)
     bench.check(tokens)
     unit = "tasks/s" if runs == 1 else "runs/s"
     return pairs(f"batches of {RATES[n, runs, tokens][0]}", unit, ours_rates, other, their_rates, aim=aim, id="E2")
 
 
 def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
-    """Return the rows with the share of the ideal speed on 16 places."""
     ideal = 256 / 16 * 0.1
     ours_shares, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
-                           lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known, REPEATS)
+                           lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known)
     bench.check()
     what, unit = "256 tasks of 0.1 s on 16 places", "of the ideal"
     rows = [Row(what, unit, Spread.of(ours_shares), aim=IDEAL_AIM, id="E3")]

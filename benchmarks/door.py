@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import random
 import statistics
 import subprocess
@@ -35,8 +34,10 @@ import psutil
 import yaml
 
 import trinity_es
+from benchmarks.child_processes import piped
 from benchmarks.compared import Watch, about, load_text, options_of, write_json
 from benchmarks.overhead import spread
+from benchmarks.systems import TINY
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.commands import GetRoutes
 from trinity_es.actors.engines.interface import EngineConfig
@@ -48,6 +49,7 @@ from trinity_es.actors.serving.http_server import listen, start_serving, url_of
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.config.config import load_config
 from trinity_es.system import running_system
+from trinity_es.testing import wait_until
 
 NAME, TOKEN = "tiny", "secret"
 IN_ONE_PROCESS = ("vllm", "logprobs", "door", "session")
@@ -56,7 +58,7 @@ EXTRA_FIELDS: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_t
 
 
 # --- the servers of one engine ----------------------------------------------------------------------------------------
-def run_servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
+def run_servers(config: EngineConfig, uvloop: bool, pipe: Connection) -> None:
     """Run an engine and its servers in this process. Send {name: URL} over the pipe, and end at the first message."""
     if uvloop:
         import uvloop as fast
@@ -98,14 +100,12 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
 def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
     """Run a system in mode `serve`. Yields {"runner": (url, key), "proxy": (url, key)}."""
     file = folder / "config.yaml"
-    rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
-    file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": rollout}}))
+    file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": {"model_path": model, **TINY}}}))
     command = [sys.executable, "-m", "trinity_es", "serve", str(file), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         lines = ""
         while "}" not in lines:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line, "the proxy ended"
             lines += line
@@ -122,18 +122,13 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
-def run_client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
+def run_client(connections: int, each: int, tokens: int, pipe: Connection) -> None:
     """Run a client in this process. For each (url, key, model, seed, more fields) it sends (seconds, CPU seconds)."""
     import uvloop
 
     while (request := pipe.recv()) is not None:
         url, key, model, number, fields = request
-        try:
-            work = send_requests(url, key, {"model": model, **fields}, number, connections, each, tokens)
-            pipe.send(uvloop.run(work))
-        except Exception as e:
-            pipe.send(e)
-            raise
+        pipe.send(uvloop.run(send_requests(url, key, {"model": model, **fields}, number, connections, each, tokens)))
 
 
 async def send_requests(
@@ -171,26 +166,17 @@ def main() -> int:
     options = options_of(__doc__, [
         ("--system", {"action": "store_true", "help": "a runner of a whole system, and its proxy, too"}),
         ("--uvloop", {"action": "store_true", "help": "the first engine on the loop of `vllm serve`"}),
-        ("--model", {"help": "a model folder in HF format"}), ("--connections", {"type": int, "default": 256}),
+        ("--model", {"help": "a model folder in HF format"}),
         ("--each", {"type": int, "default": 2, "help": "requests of each connection in a round"}),
         ("--tokens", {"type": int, "default": 32, "help": "tokens of each answer"}),
-        ("--rounds", {"type": int, "default": 20}),
-    ])
+    ], connections=256, rounds=20)
     rounds, each = (2, 1) if options.quick else (options.rounds, options.each)
-    watch, context = Watch(), multiprocessing.get_context("spawn")
+    watch = Watch()
     with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
-        config = EngineConfig(model_path=model, max_model_len=256, gpu_memory_utilization=0.3)
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=run_servers, args=(config, theirs, options.uvloop))
-        process.start()
-        stack.callback(process.kill)
-        theirs.close()
-        clients, its = context.Pipe()
-        asking = context.Process(target=run_client, args=(its, options.connections, each, options.tokens))
-        asking.start()
-        stack.callback(asking.kill)
-        its.close()
+        config = EngineConfig(model_path=model, **TINY)
+        pipe, pid = stack.enter_context(piped(run_servers, config, options.uvloop))
+        clients, _ = stack.enter_context(piped(run_client, options.connections, each, options.tokens))
         ways = {name: (url, TOKEN, NAME) for name, url in pipe.recv().items()}
         if options.system:
             routes = stack.enter_context(system(Path(folder), model))
@@ -201,32 +187,25 @@ def main() -> int:
         for number in range(rounds + 1):
             for name in random.Random(number).sample(list(ways), len(ways)):
                 wait_until_idle()
-                before = cpu_seconds(process.pid)
+                before = cpu_seconds(pid)
                 clients.send((*ways[name], number, EXTRA_FIELDS.get(name, {})))
-                answer = clients.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                seconds, own = answer
+                seconds, own = clients.recv()
                 if number:  # the first round warms up
                     speeds[name].append(options.connections * each * options.tokens / seconds)
                     shares[name].append(own / seconds)
-                    cores[name].append(1000 * (cpu_seconds(process.pid) - before) / options.connections / each)
+                    cores[name].append(1000 * (cpu_seconds(pid) - before) / options.connections / each)
         clients.send(None)
         pipe.send("end")
-        process.join(30)
     return print_figures(options, rounds, speeds, shares, cores, watch)
 
 
 def wait_until_idle() -> None:
     """Wait until the machine is idle, so the previous case's work, such as writes to the log, is done."""
-    deadline = time.monotonic() + 30
     time.sleep(0.3)
-    while psutil.cpu_percent(0.5) > 5:
-        if time.monotonic() > deadline:
-            raise RuntimeError("the machine is busy between the cases: measure where nothing else runs")
+    wait_until(lambda: psutil.cpu_percent(0.5) <= 5, "the machine to be idle between the cases", 30)
 
 
-def cpu_seconds(pid: int | None) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process without its children (vLLM's engine is one)."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)

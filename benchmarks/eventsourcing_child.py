@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from typing import Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
@@ -66,24 +67,19 @@ class Child:
     def replay(self, events: int) -> dict[str, float]:
         """Rebuild every batch's aggregate from its events, and return the seconds and the number of events."""
         names = list(dict.fromkeys(name for name, _, _ in self.run[:events] if name.startswith("batch/")))
-        application = Application(env=self.environment)
-        started = time.perf_counter()
-        folded = sum(application.repository.get(id_of(name)).version for name in names)
-        seconds = time.perf_counter() - started
-        application.close()
-        return {"seconds": seconds, "events": folded}
+        with closing(Application(env=self.environment)) as application:
+            started = time.perf_counter()
+            folded = sum(application.repository.get(id_of(name)).version for name in names)
+            return {"seconds": time.perf_counter() - started, "events": folded}
 
     def check(self, events: int) -> dict[str, int]:
         """Return the number of events in streams whose stored types and data are all right."""
         streams: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for name, kind, data in self.run[:events]:
             streams.setdefault(name, []).append((kind, data))
-        application, right = Application(env=self.environment), 0
-        for name, wanted in streams.items():
-            found = [(one.kind, one.data) for one in application.events.get(id_of(name))]
-            right += len(wanted) if found == wanted else 0
-        application.close()
-        return {"right": right}
+        with closing(Application(env=self.environment)) as application:
+            stored = {name: [(one.kind, one.data) for one in application.events.get(id_of(name))] for name in streams}
+        return {"right": sum(len(wanted) for name, wanted in streams.items() if stored[name] == wanted)}
 
 
 def main() -> int:

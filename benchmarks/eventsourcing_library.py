@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import orjson
 from sqlalchemy.engine import make_url
 
+from benchmarks.child_processes import LineProcess
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.log_append import GROUPS, Appended, append_all, check_log, groups_of, make_run
 from benchmarks.replay import replay_all
@@ -35,7 +36,6 @@ from trinity_es.events.codec import check
 PINS = ["eventsourcing==9.5.6", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"]
 REPEATS, AHEAD = 7, 1.0
 PATIENCE = 120
-"""Time limit in seconds for one answer of the library's process."""
 
 
 def library_python() -> Path:
@@ -51,40 +51,22 @@ def library_python() -> Path:
     return python
 
 
-class Library:
+class Library(LineProcess):
     """Process that runs `eventsourcing_child.py` with the library."""
 
     def __init__(self, python: Path, run: Sequence[Appended], file: Path) -> None:
         lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(check(e)[0])]) for stream, e in run]
         file.write_bytes(b"\n".join(lines))
-        script = Path(__file__).with_name("eventsourcing_child.py")
-        self.process = subprocess.Popen(
-            [str(python), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        if self.ask(file=str(file))["ready"] != len(run):
+        super().__init__([str(python), str(Path(__file__).with_name("eventsourcing_child.py"))], PATIENCE)
+        if self.order(file=str(file))["ready"] != len(run):
             raise SystemExit("the library's process has not read the whole run")
 
-    def ask(self, **order: Any) -> dict[str, Any]:
+    def order(self, **order: Any) -> dict[str, Any]:
         """Send a command, and return the answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{json.dumps(order)}\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
-            self.process.kill()
-            raise SystemExit(f"the library did not answer {order} in {PATIENCE} s")
-        if not (answer := self.process.stdout.readline()):
-            raise SystemExit(f"the library's process ended ({self.process.wait()}) at {order}")
-        return dict(json.loads(answer))
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        return dict(json.loads(self.ask(json.dumps(order))))
 
 
 def library_settings(url: str) -> dict[str, str]:
-    """Return the library's settings for a database."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         return {"PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": str(parsed.database)}
@@ -107,17 +89,16 @@ def measure(
     def ours() -> float:
         seconds = append_all(url := places.new(kind), groups)
         started = time.perf_counter()
-        folded = replay_all(url)
-        replayed["ours"].append(folded / (time.perf_counter() - started))
+        replayed["ours"].append(replay_all(url) / (time.perf_counter() - started))
         check_log(url, run)
         return events / seconds
 
     def theirs() -> float:
         settings = library_settings(places.new(kind))
-        seconds = library.ask(do="append", environment=settings, size=size, events=events)["seconds"]
-        folded = library.ask(do="replay", events=events)
+        seconds = library.order(do="append", environment=settings, size=size, events=events)["seconds"]
+        folded = library.order(do="replay", events=events)
         replayed["theirs"].append(folded["events"] / folded["seconds"])
-        if (right := library.ask(do="check", events=events)["right"]) != events:
+        if (right := library.order(do="check", events=events)["right"]) != events:
             raise SystemExit(f"the library has {right} of {events} events")
         return float(events / seconds)
 
@@ -140,15 +121,12 @@ def main() -> int:
             left_out.append(f"all of it: {PINS[0]} can't be had: {str(e.stderr or e).strip()[-300:]}")
             return report("The eventsourcing library", rows, watch, left_out, options.json)
         run = make_run(places.folder, max(GROUPS.values()) // part)
-        library = Library(python, run, places.folder / "run.jsonl")
-        try:
+        with closing(Library(python, run, places.folder / "run.jsonl")) as library:
             for kind in places.kinds:
                 for size, events in GROUPS.items():
                     appended, replayed = measure(places, kind, library, run[: events // part], size, repeats)
                     rows.append(appended)
                 rows.append(replayed)  # of the last size, which has the most events
-        finally:
-            library.close()
         left_out += places.missing
     return report("The same events in the eventsourcing library", rows, watch, left_out, options.json)
 

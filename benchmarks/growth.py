@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, resting, sound
+from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, sound
 from benchmarks.dispatch import Bench, tasks
 from benchmarks.long_log import lengthen
 from benchmarks.recovery import config_in, make_history
@@ -68,12 +68,11 @@ def compare(what: str, more: Bench, other: str, less: Bench, part: int, slower: 
 
 def measure_in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict[str, list[float]]:
     """Return {system: figures of `way`}, each measured while the other systems are suspended."""
-    def alone(bench: Bench) -> float:
-        with resting(*(pid for other in systems.values() if other is not bench for pid in other.pids)):
-            bench.one(8)
-            return way(bench)
+    def warmed_up(bench: Bench) -> float:
+        bench.one(8)
+        return way(bench)
 
-    return alternate({name: partial(alone, bench) for name, bench in systems.items()}, REPEATS)
+    return alternate({name: partial(warmed_up, bench) for name, bench in systems.items()}, REPEATS, systems)
 
 
 @contextmanager
@@ -88,7 +87,6 @@ def log_of(events: int) -> Iterator[str]:
 
 
 def measure_long_log(part: int, events: int, verify: bool) -> list[Row]:
-    """Return the rows for a long log."""
     with ExitStack() as stack:
         urls = [stack.enter_context(log_of(n)) for n in (events, SHORT)]
         with ExitStack() as systems:
@@ -103,7 +101,6 @@ def measure_long_log(part: int, events: int, verify: bool) -> list[Row]:
 
 
 def measure_open_batches(part: int, counts: Sequence[int]) -> list[Row]:
-    """Return the rows for many open batches."""
     rows = []
     for count in counts[1:]:
         with ExitStack() as stack:
@@ -121,7 +118,6 @@ def measure_open_batches(part: int, counts: Sequence[int]) -> list[Row]:
 
 
 def measure_places(counts: Sequence[int]) -> list[Row]:
-    """Return the rows with tasks per second and place, for many places."""
     with ExitStack() as stack:
         systems = {str(n): system(stack, n) for n in counts}
         rates = measure_in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
@@ -135,13 +131,14 @@ def measure_places(counts: Sequence[int]) -> list[Row]:
 
 
 def measure_engines(part: int, counts: Sequence[int]) -> list[Row]:
-    """Return the rows for many third-party engines."""
-    from benchmarks.stand_ins import model_folder, stand_ins
+    from benchmarks.stand_ins import stand_ins
+    from examples.grpo.tiny_model import make_tiny_model
 
     rows = []
     with ExitStack() as servers:
         folder = Path(servers.enter_context(tempfile.TemporaryDirectory(prefix="growth-")))
-        urls = servers.enter_context(stand_ins(folder, model := model_folder(folder), max(counts) + 1))
+        model = str(make_tiny_model(folder / "model", seed=0))
+        urls = servers.enter_context(stand_ins(folder, model, max(counts) + 1))
         for count in counts[1:]:
             with ExitStack() as stack:
                 kinds = [{"engine_type": "http", "model_path": model, "servers": {"urls": some}}
@@ -154,7 +151,6 @@ def measure_engines(part: int, counts: Sequence[int]) -> list[Row]:
 
 
 def measure_hosts(quick: bool) -> list[Row]:
-    """Return the rows with the coordinator's CPU time per task, for joined hosts."""
     from benchmarks.scale_real import measure_real
     from tests.helpers.hosts import KEY
 
@@ -162,8 +158,7 @@ def measure_hosts(quick: bool) -> list[Row]:
     costs: dict[int, list[float]] = {n: [] for n in HOSTS}
     for _ in range(2 if quick else REPEATS):
         for n in HOSTS:
-            row = measure_real(n, 100 if quick else 600, 32, 1.0, 1)
-            costs[n].append(row["us_per_task"])
+            costs[n].append(measure_real(n, 100 if quick else 600, 32, 1.0, 1)["us_per_task"])
     return [pairs(f"CPU of the coordinator for a task, {n} hosts", "us", costs[n], "1 host", costs[HOSTS[0]],
                   aim=FLAT, most=True) for n in HOSTS[1:]]
 

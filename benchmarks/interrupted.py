@@ -14,7 +14,6 @@ is 1 if the runs differ in anything but the reward: an engine samples other toke
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import psutil
 
 import trinity_es
+from benchmarks.child_processes import environment_without
 from benchmarks.compared import options_of, write_json
 from tests.helpers.prompts import prompts_used
 from trinity_es.client.teardown import end_system
@@ -43,13 +43,12 @@ LOAD_SECONDS = 180.0
 
 
 def start_command(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    env = {k: v for k, v in os.environ.items() if k != "TRINITY_ES_LOG"}
-    return subprocess.Popen([sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=environment_without("TRINITY_ES_LOG"),
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def submitted_steps(config: Config) -> int:
-    """Return the number of train steps in the log."""
     try:
         with trinity_es.open_log(config.store.url) as log:
             return sum(b.batch_type == "train" for b in log.batches())
@@ -100,11 +99,9 @@ def trained_steps(log: Log) -> list[int]:
 
 
 def figures_of(config: Config) -> dict[str, Any]:
-    """Return the figures of a run, from its log."""
     with trinity_es.open_log(config.store.url) as log:
         trained = trained_steps(log)
-        finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
-                           if isinstance(r.event, ev.TaskFinished))
+        finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"]))
         rewards = {str(b.batch_id): b.reward for b in log.batches() if b.batch_type == "eval"}
         return {
             "steps_trained": sorted(set(trained)), "in_order": trained == sorted(trained),
@@ -113,8 +110,7 @@ def figures_of(config: Config) -> dict[str, Any]:
             "finished_twice": sum(n > 1 for n in finished.values()), "complaints": len(log.verify()),
             "evals": sorted(rewards), "reward_before": rewards.get("0/letters"),
             "reward_after": list(rewards.values())[-1] if rewards else None,
-            "decisions": dict(Counter(r.event.decision for r in log.read(types=["RecoveryDecided"])
-                                      if isinstance(r.event, ev.RecoveryDecided))),
+            "decisions": dict(Counter(r.event.decision for r in log.read(types=["RecoveryDecided"]))),
         }
 
 
@@ -151,7 +147,6 @@ SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_fin
 
 
 def compare(*, steps: int, kills: int, undisturbed: int, seed: int, engine: str) -> dict[str, Any]:
-    """Play the undisturbed runs and the killed run, one after the other, and compare them."""
     chance = random.Random(seed)
     moments = [(step, chance.uniform(0.0, 0.3)) for step in sorted(chance.sample(range(2, steps), kills))]
     with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
@@ -168,7 +163,6 @@ def compare(*, steps: int, kills: int, undisturbed: int, seed: int, engine: str)
 
 
 def comparison_text(found: dict[str, Any]) -> str:
-    """Return the figures of both runs side by side, as text."""
     lines = [f"{'':<26}{'undisturbed':>16}{'killed, resumed':>18}"]
 
     def row(name: str, tell: Any) -> None:
@@ -198,11 +192,8 @@ def comparison_text(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    options = options_of(__doc__, [
-        ("--steps", {"type": int, "default": 160}), ("--kills", {"type": int, "default": 1}),
-        ("--undisturbed", {"type": int, "default": 1}),
-        ("--seed", {"type": int, "default": 0}), ("--engine", {"choices": ["vllm", "scripted"], "default": "vllm"}),
-    ], quick=False)
+    options = options_of(__doc__, [("--engine", {"choices": ["vllm", "scripted"], "default": "vllm"})], quick=False,
+                         steps=160, kills=1, undisturbed=1, seed=0)
     found = compare(steps=options.steps, kills=options.kills, undisturbed=options.undisturbed, seed=options.seed,
                     engine=options.engine)
     print(comparison_text(found))

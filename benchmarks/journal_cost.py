@@ -23,20 +23,10 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    alternate,
-    coordinator_of,
-    family_of,
-    options_of,
-    pairs,
-    report,
-    resting,
-)
+from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, family_of, options_of, pairs, report
 from benchmarks.dispatch import Bench
 from benchmarks.overhead import CASES, LOWER_AIM, Conversation, pin, prompts, spread, through_system
+from benchmarks.systems import TINY
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import Experience
 from trinity_es.workflows import SingleTurnWorkflow
@@ -58,12 +48,8 @@ class Single(SingleTurnWorkflow):
         return await super().run_async()
 
 
-class Turns(Conversation):
-    """Workflow `Conversation` that does not use the journal."""
-
-    async def run_async(self) -> list[Experience]:
-        self.model.journal = None
-        return await super().run_async()
+class Turns(Single, Conversation):
+    """The same of `Conversation`."""
 
 
 UNRECORDED = {"single": "benchmarks.journal_cost:Single", "conversation": "benchmarks.journal_cost:Turns"}
@@ -89,15 +75,13 @@ def compare(
     cpu: dict[str, list[float]] = {name: [] for name in benches}
 
     def turn(name: str) -> float:
-        bench = benches[name]
-        with resting(*(pid for other in {*benches.values()} - {bench} for pid in other.pids)):
-            before = cpu_seconds(bench)
-            figure, count = work(name)
-            cpu[name].append(1e6 * (cpu_seconds(bench) - before) / count)
-            print(f"\r  {what}: {len(cpu[name])} of {repeats + 1} pairs ", end="", file=sys.stderr, flush=True)
-            return figure
+        before = cpu_seconds(benches[name])
+        figure, count = work(name)
+        cpu[name].append(1e6 * (cpu_seconds(benches[name]) - before) / count)
+        print(f"\r  {what}: {len(cpu[name])} of {repeats + 1} pairs ", end="", file=sys.stderr, flush=True)
+        return figure
 
-    figures = alternate({name: partial(turn, name) for name in benches}, repeats + 1)  # the first warms up
+    figures = alternate({name: partial(turn, name) for name in benches}, repeats + 1, benches)  # the first warms up
     ours, theirs = figures["with"][1:], figures["without"][1:]
     slower = unit == "ms"
     ratio = spread([b / a if slower else a / b for a, b in zip(ours, theirs, strict=True)])
@@ -121,8 +105,7 @@ def vllm_work(bench: Bench, case: str, numbers: Iterator[int]) -> Work:
 
 
 def measure_vllm(model: str, repeats: int) -> list[Row]:
-    rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
-    with Bench(TASKS, "power", [{"name": "grpo"}], rollout=rollout) as bench:
+    with Bench(TASKS, "power", [{"name": "grpo"}], rollout={"model_path": model, **TINY}) as bench:
         pin(*family_of(coordinator_of(bench.client)))
         numbers, rows = itertools.count(1), list[Row]()
         for case in UNRECORDED:
@@ -151,7 +134,7 @@ def measure_no_ops(repeats: int) -> list[Row]:
 
 
 def main() -> int:
-    options = options_of(__doc__, [("--pairs", {"type": int, "default": 24})])
+    options = options_of(__doc__, pairs=24)
     watch, repeats = Watch(), 2 if options.quick else options.pairs
     with tempfile.TemporaryDirectory(prefix="journal-cost-") as folder:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))

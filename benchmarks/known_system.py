@@ -9,10 +9,11 @@ time, the experiences are taken out of the queue and counted.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+
+from benchmarks.child_processes import LineProcess, environment_without
 
 CHILD = """
 import shutil, sys
@@ -35,35 +36,25 @@ finally:
 """
 
 
-class KnownSystem:
+class KnownSystem(LineProcess):
     def __init__(self, folder: Path, places: int, pipeline: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
-        self.process = subprocess.Popen(
-            [str(folder / "venv/bin/python"), "-c", CHILD, str(places), pipeline],
-            cwd=folder, text=True, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # like trinity_es's system
-        )
-        if self._answer() != "ready":
-            raise SystemExit(f"the known system in {folder} does not start")
+        super().__init__(
+            [str(folder / "venv/bin/python"), "-c", CHILD, str(places), pipeline], cwd=folder,
+            env=environment_without("PYTHONDONTWRITEBYTECODE", "PYTHONPATH"), start_new_session=True)  # as our own
+        assert self.answer() == "ready"
 
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("said:"):
-                return line.removeprefix("said:").strip()
-        raise SystemExit(f"the known system ended with exit code {self.process.wait()}")
+    def answer(self) -> str:
+        while not (line := super().answer()).startswith("said:"):
+            pass
+        return line.removeprefix("said:")
+
+    @property
+    def pids(self) -> list[int]:
+        return [self.process.pid]
 
     def one(self, tasks: int, seconds: float, tokens: int, runs: int) -> float:
         """Play a batch, check its experiences, and return the seconds from submit to finalize."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{tasks} {seconds} {tokens} {runs}\n")
-        self.process.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(120)
+        return float(self.ask(f"{tasks} {seconds} {tokens} {runs}"))
 
 
 @contextmanager
@@ -72,8 +63,5 @@ def known_system(places: int, pipeline: str = "lean") -> Iterator[KnownSystem | 
     if not (name := os.environ.get("KNOWN_SYSTEM")):
         yield None
         return
-    system = KnownSystem(Path(name).absolute(), places, pipeline)
-    try:
+    with closing(KnownSystem(Path(name).absolute(), places, pipeline)) as system:
         yield system
-    finally:
-        system.close()

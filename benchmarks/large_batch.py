@@ -24,8 +24,7 @@ import psutil
 
 import trinity_es
 from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, pids_of, report, sound
-from trinity_es.client.teardown import end_system
-from trinity_es.system import lifecycle
+from benchmarks.systems import explore_config, running
 from trinity_es.testing import SleepWorkflow
 
 TASKS, QUICK, REPEATS = 100_000, 2_000, 5
@@ -38,24 +37,16 @@ IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
 
 
 @contextmanager
-def system(runners: int) -> Iterator[tuple[trinity_es.Config, trinity_es.RolloutClient]]:
-    """Run a new system for this block. Yields its config and a client."""
+def system(runners: int) -> Iterator[trinity_es.RolloutClient]:
     with tempfile.TemporaryDirectory(prefix="large-") as folder:
-        rollout = {"engine_type": "scripted", "engine_num": runners}
-        explorer = {"max_concurrency": PLACES, "rollout_model": rollout}
-        config = trinity_es.Config.from_dict({"mode": "explore", "explorer": explorer}, folder=folder)
-        lifecycle.start(config)
-        try:
-            with trinity_es.connect(config) as client:
-                client.wait_ready(120)
-                yield config, client
-        finally:
-            end_system(config)
+        config = explore_config(folder, PLACES, {"engine_type": "scripted", "engine_num": runners})
+        with running(config) as client:
+            yield client
 
 
 def play_large_batch(tasks: int, evals: bool) -> dict[str, float]:
     """Play one batch in a new system, check its result, and return seconds and memory."""
-    with system(1) as (config, client):
+    with system(1) as client:
         coordinator = coordinator_of(client)
         before = resident_megabytes(coordinator)
         batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}) for i in range(tasks)]
@@ -72,12 +63,12 @@ def play_large_batch(tasks: int, evals: bool) -> dict[str, float]:
         if result["finished_task_count"] != tasks:
             raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
         state = client.batch(batch_id)
-        if sum(s.ok for s in state.statuses.values()) != tasks:
-            raise SystemExit(f"{sum(s.ok for s in state.statuses.values())} of {tasks} tasks have their result")
+        if (good := sum(s.ok for s in state.statuses.values())) != tasks:
+            raise SystemExit(f"{good} of {tasks} tasks have their result")
         if (stored := sum(ref.count for ref in state.experiences)) != (0 if evals else tasks):
             raise SystemExit(f"{stored} experiences of {tasks} tasks are stored")
         client.shutdown()
-        sound(config.store.url)
+        sound(client.config.store.url)
     return {"submit_s": submitted - started, "finalize_s": ended - submitted, "peak_mb": peak, "grew_mb": peak - before}
 
 
@@ -88,18 +79,14 @@ def resident_megabytes(pid: int, what: str = "VmRSS") -> float:
 
 
 def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
-    """Return all processes of a client's system."""
     return [member for pid in pids_of(client) for member in family_of(pid)]
 
 
 def measure_idle(seconds: float) -> dict[str, Any]:
-    """Return memory and CPU of an idle system, measured over these seconds."""
-    with system(RUNNERS) as (_, client):
+    with system(RUNNERS) as client:
         time.sleep(min(10.0, seconds))  # until the start's own work is over
         members = members_of(client)
-        memory = {}
-        for member in members:
-            memory[member.pid] = (" ".join(member.cmdline())[:60], round(member.memory_full_info().pss / 1e6, 1))
+        memory = {m.pid: (" ".join(m.cmdline())[:60], round(m.memory_full_info().pss / 1e6, 1)) for m in members}
         before = {m.pid: sum(m.cpu_times()[:2]) for m in members}
         time.sleep(seconds)
         used = {m.pid: 100 * (sum(m.cpu_times()[:2]) - before[m.pid]) / seconds for m in members}
@@ -110,7 +97,6 @@ def measure_idle(seconds: float) -> dict[str, Any]:
 
 
 def rows_of(name: str, results: list[dict[str, float]]) -> list[Row]:
-    """Return the rows of one kind of batch."""
     spread = {key: Spread.of([one[key] for one in results]) for key in results[0]}
     return [
         Row(f"{name}: submit", "s", spread["submit_s"]),
@@ -123,17 +109,15 @@ def rows_of(name: str, results: list[dict[str, float]]) -> list[Row]:
 def main() -> int:
     options = options_of(__doc__, [
         ("--tasks", {"type": int, "help": f"of the batch (default: {TASKS:,}, with --quick {QUICK:,})"}),
-        ("--repeats", {"type": int, "default": REPEATS}),
         ("--only", {"choices": ["batch", "idle"]}),
-    ])
+    ], repeats=REPEATS)
     watch, rows, details = Watch(), list[Row](), dict[str, Any]()
     tasks, repeats = options.tasks or (QUICK if options.quick else TASKS), 1 if options.quick else options.repeats
     if options.only != "idle":
-        ways = {"evals": lambda: play_large_batch(tasks, True), "tasks": lambda: play_large_batch(tasks, False)}
-        turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in ways}
+        turns: dict[str, list[dict[str, float]]] = {"evals": [], "tasks": []}
         for _ in range(repeats):
-            for kind, way in ways.items():
-                turns[kind].append(way())
+            for kind, figures in turns.items():
+                figures.append(play_large_batch(tasks, evals=kind == "evals"))
         for kind, found in turns.items():
             rows += rows_of(f"a batch of {tasks:,} {kind}", found)
     if options.only != "batch":

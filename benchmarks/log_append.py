@@ -2,8 +2,8 @@
 
 trinity_es: `EventLog.append` with every guarantee on, which are the lease, versions, repeated commits, the hash chain,
 the read models, and `durability: power`. The events are those of a run (`benchmarks.sample_log`), in its order. Driver:
-sqlite3 or psycopg insert the finished rows (`executemany`) into a table of the same columns and indexes, and check,
-compute and fold nothing. Each group is one transaction, as durable: WAL with `synchronous=FULL`,
+sqlite3 or psycopg insert the finished rows (`executemany`) into the same table without its triggers, and compute and
+fold nothing. Each group is one transaction, as durable: WAL with `synchronous=FULL`,
 `synchronous_commit=on`.
 
 Each repeat writes a new log, reads it back, compares all events and verifies the chain; `verify` checks the last log
@@ -20,15 +20,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psycopg
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.sample_log import make
+from benchmarks.sample_run import writes_of
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog, Write
@@ -61,17 +61,9 @@ def make_run(folder: Path, events: int) -> list[Appended]:
 
 
 def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
-    """Return the run as appends of `size` events. Neighbouring events of a stream are one write."""
+    """Return the run as appends of `size` events."""
     versions: dict[str, int] = {}
-    groups = []
-    for first in range(0, len(run), size):
-        writes = []
-        for stream, events in groupby(run[first : first + size], key=lambda one: one[0]):
-            stream_events = [event for _, event in events]
-            writes.append(Write(stream=stream, expected_version=versions.get(stream, 0), events=stream_events))
-            versions[stream] = versions.get(stream, 0) + len(stream_events)
-        groups.append(writes)
-    return groups
+    return [writes_of(run[first : first + size], versions) for first in range(0, len(run), size)]
 
 
 def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
@@ -109,95 +101,69 @@ def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) ->
         raise SystemExit(f"{url} is not sound: {problems[0]}")
 
 
-class Inserts(Protocol):
-    """Driver-level access to a table with the log's columns."""
+class Driver:
+    """Driver-level access to a table with the log's columns and indexes."""
 
-    def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert the rows in one transaction, and return when they are durable."""
+    connection: Any
+
+    def __init__(self, url: str) -> None:
+        engine = create_engine(parse_url(url))
+        schema.events.create(engine)
+        engine.dispose()
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
-        """Return all rows, in order."""
+        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
 
     def close(self) -> None:
-        """Close the connection."""
+        self.connection.close()
 
 
-_COLUMNS = [column.name for column in schema.events.columns]
-_INDEXES = [
-    "CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0",
-    f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {schema.IS_RARE.text}",
-]
+class Sqlite(Driver):
+    statement = f"INSERT INTO es_event VALUES ({', '.join('?' * len(schema.events.columns))})"
 
-
-def _table(number: str, small: str, binary: str, real: str) -> str:
-    kinds = {
-        "position": f"{number} PRIMARY KEY", "stream": "TEXT", "version": number, "type": "TEXT",
-        "schema_version": small, "data": binary, "metadata": binary, "recorded_at": real, "commit_id": "TEXT",
-        "commit_index": "INTEGER", "hash": binary,
-    }
-    columns = ", ".join(f"{name} {kinds[name]} NOT NULL" for name in _COLUMNS)
-    return f"CREATE TABLE es_event ({columns}, UNIQUE (stream, version))"
-
-
-class Sqlite:
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.connection = sqlite3.connect(str(parse_url(url).database), isolation_level=None)
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=FULL")
-        for statement in [_table("INTEGER", "SMALLINT", "BLOB", "DOUBLE"), *_INDEXES]:
-            self.connection.execute(statement)
-        self.statement = f"INSERT INTO es_event VALUES ({', '.join('?' * len(_COLUMNS))})"
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert the rows in one transaction, and return when they are durable."""
         self.connection.execute("BEGIN IMMEDIATE")
         self.connection.executemany(self.statement, rows)
         self.connection.execute("COMMIT")
 
-    def rows(self) -> Iterable[tuple[Any, ...]]:
-        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
 
-    def close(self) -> None:
-        self.connection.close()
+class Psycopg(Driver):
+    statement = f"INSERT INTO es_event VALUES ({', '.join(['%s'] * len(schema.events.columns))})".encode()
 
-
-class Psycopg:
     def __init__(self, url: str) -> None:
+        super().__init__(url)
         self.connection = psycopg.connect(url, autocommit=True)
         self.connection.execute("SET synchronous_commit = on")
-        for statement in [_table("BIGINT", "SMALLINT", "BYTEA", "DOUBLE PRECISION"), *_INDEXES]:
-            self.connection.execute(statement.encode())
-        self.statement = f"INSERT INTO es_event VALUES ({', '.join(['%s'] * len(_COLUMNS))})".encode()
 
     def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
         with self.connection.transaction(), self.connection.cursor() as cursor:
             cursor.executemany(self.statement, rows)
-
-    def rows(self) -> Iterable[tuple[Any, ...]]:
-        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 DRIVERS: dict[str, type[Sqlite] | type[Psycopg]] = {"sqlite": Sqlite, "postgresql": Psycopg}
 
 
 def stored_rows(url: str) -> list[tuple[Any, ...]]:
-    """Return the rows of a log as they are stored."""
     with EventLog.open(url, read_only=True) as log:
         rows = log.query(lambda c: c.execute(text("SELECT * FROM es_event ORDER BY position")).all())
     return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows]
 
 
 def digest(rows: Iterable[tuple[Any, ...]]) -> str:
-    """Return one digest of all values of all rows."""
     sha = hashlib.sha256()
     for row in rows:
         sha.update(repr(tuple(row)).encode())
     return sha.hexdigest()
 
 
-def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> float:
+def insert_all(driver: Sqlite | Psycopg, rows: Sequence[tuple[Any, ...]], size: int) -> float:
     """Insert all rows in transactions of `size` rows, check them, and return the seconds of the inserts."""
     started = time.perf_counter()
     for first in range(0, len(rows), size):
@@ -209,7 +175,6 @@ def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> f
 
 
 def measure(places: Databases, kind: str, run: list[Appended], size: int, repeats: int) -> Row:
-    """Return the row for groups of one size on one kind of database."""
     groups = groups_of(run, size)
     append_all(url := places.new(kind), groups)  # also warms up
     rows = stored_rows(url)

@@ -34,7 +34,8 @@ def lengthen(url: str, events: int) -> int:
     with closing(sqlite3.connect(str(parse_url(url).database), isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=OFF")
-        template, width = _template(db), _count(db, "es_stream")
+        names, logged = _rows(db, "es_event ORDER BY position")
+        template, width = [dict(zip(names, row, strict=True)) for row in logged], _count(db, "es_stream")
         rows = {table: _rows(db, table) for table in _MOVED}
         others = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
                   if name.startswith(("rm_", "es_payload")) and name not in _MOVED and _count(db, name)}
@@ -65,11 +66,6 @@ def _count(db: sqlite3.Connection, table: str) -> int:
 def _rows(db: sqlite3.Connection, table: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     cursor = db.execute(f"SELECT * FROM {table}")
     return [column[0] for column in cursor.description], cursor.fetchall()
-
-
-def _template(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    columns = [column.name for column in schema.events.columns]
-    return [dict(zip(columns, row, strict=True)) for row in db.execute("SELECT * FROM es_event ORDER BY position")]
 
 
 def _copied(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import random
 import statistics
@@ -30,26 +29,18 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 
 import trinity_es
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    coordinator_of,
-    family_of,
-    options_of,
-    pairs,
-    report,
-    sound,
-)
+from benchmarks.child_processes import piped
+from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, pairs, report, sound
+from benchmarks.systems import TINY, explore_config, running, token_rate
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.events.experience import Experience
-from trinity_es.system import lifecycle
 from trinity_es.workflows import SingleTurnWorkflow
 
 SYSTEM, NEXT = "You write numbers.", "more"
@@ -107,53 +98,42 @@ class Conversation(SingleTurnWorkflow):
         return turns
 
 
-class Bare:
-    """vLLM alone, with all prompts at once, awaited as in vLLM's own examples."""
+async def play_bare(engine: VLLMEngine, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
+    """Play all prompts at once with vLLM alone, as in its own examples, and return tokens per second."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.engine = VLLMEngine(config)
+    turns = TURNS if case == "conversation" else 1
+    params = SamplingParams(
+        max_tokens=max_tokens // turns, ignore_eos=True, logprobs=0, n=runs if turns == 1 else 1,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
-    async def start(self) -> None:
-        await self.engine.start()  # also calls gc.freeze, as `vllm serve` does
-        self.llm: Any = self.engine._llm
-        self.count = 0
+    def ids_of(*messages: tuple[str, str]) -> list[int]:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        return list(engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
 
-    async def run(self, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
-        """Play all prompts at once, and return tokens per second."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    async def answer(ids: list[int]) -> list[list[int]]:
+        llm: Any = engine._llm
+        async for output in llm.generate({"prompt_token_ids": ids}, params, uuid4().hex):
+            found = [list(o.token_ids) for o in output.outputs]
+        return found
 
-        turns = TURNS if case == "conversation" else 1
-        params = SamplingParams(
-            max_tokens=max_tokens // turns, ignore_eos=True, logprobs=0, n=runs if turns == 1 else 1,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+    async def one(text: str) -> int:
+        ids, tokens = ids_of(("system", SYSTEM), ("user", text)), 0
+        for turn in range(turns):
+            if turn:
+                ids += ids_of(("user", NEXT))
+            found = await answer(ids)
+            tokens += sum(map(len, found))
+            ids = ids + found[0]
+        return tokens
 
-        def ids_of(*messages: tuple[str, str]) -> list[int]:
-            chat = [{"role": role, "content": content} for role, content in messages]
-            return list(self.engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-
-        async def answer(ids: list[int]) -> list[list[int]]:
-            self.count += 1
-            async for output in self.llm.generate({"prompt_token_ids": ids}, params, f"bare-{self.count}"):
-                found = [list(o.token_ids) for o in output.outputs]
-            return found
-
-        async def one(text: str) -> int:
-            ids, tokens = ids_of(("system", SYSTEM), ("user", text)), 0
-            for turn in range(turns):
-                if turn:
-                    ids += ids_of(("user", NEXT))
-                found = await answer(ids)
-                tokens += sum(map(len, found))
-                ids = ids + found[0]
-            return tokens
-
-        started = time.perf_counter()
-        total = sum(await asyncio.gather(*(one(t) for t in texts for _ in range(runs if turns > 1 else 1))))
-        seconds = time.perf_counter() - started
-        assert total == len(texts) * runs * max_tokens, total
-        return total / seconds
+    started = time.perf_counter()
+    total = sum(await asyncio.gather(*(one(t) for t in texts for _ in range(runs if turns > 1 else 1))))
+    seconds = time.perf_counter() - started
+    assert total == len(texts) * runs * max_tokens, total
+    return total / seconds
 
 
 def bare_process(config: EngineConfig, pipe: Connection) -> None:
@@ -165,14 +145,14 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
     os.setsid()
 
     async def serve() -> None:
-        bare = Bare(config)
-        await bare.start()
+        engine = VLLMEngine(config)
+        await engine.start()  # also calls gc.freeze, as `vllm serve` does
         pipe.send("ready")
         try:
             while (order := await asyncio.to_thread(pipe.recv)) is not None:
-                pipe.send(await bare.run(*order))
+                pipe.send(await play_bare(engine, *order))
         finally:
-            await bare.engine.stop()
+            await engine.stop()
 
     asyncio.run(serve())
 
@@ -185,55 +165,33 @@ def through_system(
     each = max_tokens // (TURNS if case == "conversation" else 1)
     tasks = [
         trinity_es.Task(
-            workflow=workflow or WORKFLOWS[case],
-            repeat_times=runs,
-            raw_task={"prompt": text},
-            format_args={"system_prompt": SYSTEM},
-            rollout_args={"max_tokens": each, "ignore_eos": True},
+            workflow=workflow or WORKFLOWS[case], repeat_times=runs, raw_task={"prompt": text},
+            format_args={"system_prompt": SYSTEM}, rollout_args={"max_tokens": each, "ignore_eos": True},
             reward_fn="benchmarks.overhead:reward",
         )
         for text in texts
     ]
-    started = time.perf_counter()
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    client.finalize_train_batch(batch, timeout=600)
-    seconds = time.perf_counter() - started
-    tokens = sum(r.response_tokens for t in client.batch(batch).tasks for r in t.done.values())
-    assert tokens == len(texts) * runs * max_tokens, tokens
-    return tokens / seconds
+    return token_rate(client, batch, tasks, len(texts) * runs * max_tokens)
 
 
 def main() -> int:
     options = options_of(__doc__, [
         ("cases", {"nargs": "*", "choices": [*CASES, []], "help": "default: all"}),
         ("--model", {"help": "a model folder in HF format"}),
-        ("--tasks", {"type": int, "default": 64}),
         ("--runs", {"type": int, "default": 8, "help": "runs of each task"}),
         ("--tokens", {"type": int, "default": 160, "help": "tokens of each run"}),
-        ("--rounds", {"type": int, "default": 24}),
-    ])
+    ], tasks=64, rounds=24)
     watch, rounds = Watch(), 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
-        config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "model": {"model_path": model},
-                "explorer": {
-                    "max_concurrency": options.tasks,
-                    "rollout_model": {"max_model_len": 256, "gpu_memory_utilization": 0.3},
-                },
-            },
-            folder=folder,
-        )
-        found = measure(config, options, rounds)
+        found = measure(explore_config(folder, options.tasks, TINY, model={"model_path": model}), options, rounds)
     return report(
-        f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens", rows(found, options), watch, [],
+        f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens", rows(found), watch, [],
         options.json, {"tasks": options.tasks, "runs": options.runs, "tokens": options.tokens},
     )
 
 
-def rows(found: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> list[Row]:
+def rows(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
     """Return two rows for each case: the ratio, and the lower end of its median's interval."""
     table_rows = []
     for case, pair in found.items():
@@ -251,24 +209,16 @@ def measure(
     config: trinity_es.Config, options: argparse.Namespace, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Return {case: pairs of tokens per second of (vLLM alone, the whole system)}, a pair per round."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=bare_process, args=(config.explorer.rollout_model.engine_config(), theirs))
-    process.start()
-    theirs.close()  # so that `recv` ends if the process dies
-
-    def bare(*order: Any) -> float:
-        pipe.send(order)
-        return float(pipe.recv())
-
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in options.cases or CASES}
-    batch = 0
-    try:
+    batch, engine = 0, config.explorer.rollout_model.engine_config()
+    with piped(bare_process, engine) as (pipe, pid):
+        def bare(*order: Any) -> float:
+            pipe.send(order)
+            return float(pipe.recv())
+
         assert pipe.recv() == "ready"
-        assert lifecycle.start(config)
-        with trinity_es.connect(config) as client:
-            client.wait_ready()
-            pin(*family_of(process.pid), *family_of(coordinator_of(client)))
+        with running(config) as client:
+            pin(*family_of(pid), *family_of(coordinator_of(client)))
             for number in range(rounds + 1):
                 for case, pair in found.items():
                     batch += 1
@@ -282,13 +232,8 @@ def measure(
                     if number:  # the first pair warms up
                         pair.append((alone, whole))
                 print(f"  pair {number} of {rounds} done" if number else "  warm", file=sys.stderr, flush=True)
-            client.shutdown()
         sound(config.store.url)
         pipe.send(None)
-        process.join(60)
-    finally:
-        process.kill()
-        pipe.close()
     return found
 
 
@@ -307,13 +252,8 @@ def spread(ratios: list[float], seed: int = 0) -> dict[str, float]:
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(10_000))
     lower, _, upper = statistics.quantiles(ratios, n=4)
     return {
-        "median": statistics.median(ratios),
-        "min": min(ratios),
-        "max": max(ratios),
-        "lower_quartile": lower,
-        "upper_quartile": upper,
-        "median_from": medians[250],
-        "median_to": medians[-251],
+        "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios), "lower_quartile": lower,
+        "upper_quartile": upper, "median_from": medians[250], "median_to": medians[-251],
     }
 
 

@@ -26,31 +26,20 @@ include its work, but the CPU figures of our processes (this client is one) do n
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from benchmarks.compared import (
-    Row,
-    Spread,
-    Watch,
-    alternate,
-    coordinator_of,
-    family_of,
-    options_of,
-    pairs,
-    report,
-    resting,
-)
+from benchmarks.child_processes import piped
+from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, family_of, options_of, pairs, report
 from benchmarks.dispatch import Bench, check_experiences
+from benchmarks.replay import measured_rate
 from tests.helpers.s3_server import BUCKET, S3Server, s3_environment
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_columns import ExperienceColumns
@@ -74,8 +63,6 @@ S3_AIM, S3_CPU_AIM = 0.8, 1.1
 
 
 class Store:
-    """The payload files of a run."""
-
     def __init__(self, url: str) -> None:
         self.root = Path(f"{Path(parse_url(url).database or '').absolute()}.payloads")
 
@@ -83,19 +70,14 @@ class Store:
         return self.root / digest[:2] / digest
 
     def files(self) -> dict[str, int]:
-        """Return {name of a file: its size}."""
         return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
 
-    def read(self, digests: Sequence[str]) -> int:
-        """Read these files, and return their total size in bytes."""
-        return sum(len(self.path(d).read_bytes()) for d in digests)
-
-    def read_checked(self, digests: Sequence[str]) -> int:
-        """Read these files, check each against the digest in its name, and return their total size in bytes."""
+    def read(self, digests: Sequence[str], *, checked: bool) -> int:
+        """Read these files, if `checked` compare each with the digest in its name, and return their size in bytes."""
         size = 0
         for digest in digests:
             data = self.path(digest).read_bytes()
-            if hashlib.sha256(data).hexdigest() != digest:
+            if checked and hashlib.sha256(data).hexdigest() != digest:
                 raise SystemExit(f"payload {digest} has another digest")
             size += len(data)
         return size
@@ -121,13 +103,7 @@ def compute_values(columns: ExperienceColumns) -> int:
     return sum(len(vector.values) for vector in vectors) + sum(value.size for value in values) + len(columns.tasks)
 
 
-def number_count(count: int, tokens: int) -> int:
-    """Return the number of tokens and logprobs of a batch."""
-    return count * (tokens + tokens - tokens // 2)
-
-
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
-    """Play one batch, measure each way to read it in turn, and return the rows."""
     store = Store(bench.config.store.url)
     before = store.files()
     bench.one(count, tokens=tokens, reward=reward_of)
@@ -141,37 +117,25 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     check_experiences(delivered_now, count, tokens, reward_of)
     check_advantages(delivered_now)
     digests = list(made)
-    size = store.read_checked(digests)
+    size = store.read(digests, checked=True)
 
-    def delivered() -> float:
-        started = time.perf_counter()
-        found = sum(1 for _ in range(ROUNDS) for _ in client.experiences(batch_id))
-        seconds = time.perf_counter() - started
-        if found != ROUNDS * count:
-            raise SystemExit(f"{found} experiences were delivered where {ROUNDS * count} are")
-        return ROUNDS * size / seconds / 1e6
+    def rate(count_of: Callable[[], int], values: int) -> float:
+        """Return the MB/s at which `count_of` reads all. It must return `values` each time."""
+        per_second = measured_rate(lambda: sum(count_of() for _ in range(ROUNDS)), ROUNDS * values)
+        return per_second() / values * size / 1e6
 
-    def columns() -> float:
-        started = time.perf_counter()
-        found = sum(compute_values(client.columns(batch_id)) for _ in range(ROUNDS))
-        seconds = time.perf_counter() - started
-        if found != ROUNDS * (count * (tokens + 4 * (tokens - tokens // 2) + 8)):
-            raise SystemExit(f"{found} values were delivered in columns of {count} experiences")
-        return ROUNDS * size / seconds / 1e6
-
-    def floor(checked: bool) -> float:
-        started = time.perf_counter()
-        read = sum((store.read_checked if checked else store.read)(digests) for _ in range(ROUNDS))
-        return read / (time.perf_counter() - started) / 1e6
-
-    found = alternate(
-        {"columns": columns, "ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
-    )
+    values = count * (tokens + 4 * (tokens - tokens // 2) + 8)
+    found = alternate({
+        "columns": lambda: rate(lambda: compute_values(client.columns(batch_id)), values),
+        "ours": lambda: rate(lambda: sum(1 for _ in client.experiences(batch_id)), count),
+        "floor": lambda: rate(lambda: store.read(digests, checked=False), size),
+        "checked": lambda: rate(lambda: store.read(digests, checked=True), size),
+    }, repeats)
     of, as_columns = f"delivered, {tokens:,} tokens", f"columns, {tokens:,} tokens"
-    own = delivered_size / number_count(count, tokens)
+    numbers = count * (tokens + tokens - tokens // 2)  # tokens and logprobs
     each = size / count / 1e6
     per_second = Spread.of([figure / each for figure in found["ours"]])
-    stored, least = size / number_count(count, tokens), float(BYTES)
+    own, stored, least = delivered_size / numbers, size / numbers, float(BYTES)
     return [
         pairs(as_columns, "MB/s", found["columns"], "reading and their SHA-256", found["checked"], aim=AIMS[tokens]),
         Row(of, "experiences/s", per_second),
@@ -195,22 +159,6 @@ def _serve(pipe: Connection) -> None:
         server.stop()
 
 
-@contextmanager
-def s3_process() -> Iterator[None]:
-    """Run an S3 server with a bucket in its own process for this block, and set its credentials in the environment."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,))
-    process.start()
-    theirs.close()
-    try:
-        os.environ |= ours.recv()
-        yield
-    finally:
-        ours.close()
-        process.join()
-
-
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
@@ -228,22 +176,23 @@ def play_batches(bench: Bench, batches: int) -> tuple[float, float, float]:
 def measure_s3(repeats: int, batches: int) -> list[Row]:
     """Return the rows that compare a system with payloads in S3 with a system with payloads in files."""
     found: dict[str, list[tuple[float, float, float]]] = {"s3": [], "files": []}
-    operators = [{"name": "grpo"}]
-    with (
-        s3_process(), Bench(8, "power", operators, payloads=f"s3://{BUCKET}/bench") as s3,
-        Bench(8, "power", operators) as files,
-    ):
-        def turn(name: str, bench: Bench, other: Bench) -> float:
-            with resting(*other.pids):
-                bench.one(8)
-                found[name].append(play_batches(bench, batches))
-            return 0.0
 
-        alternate({"s3": lambda: turn("s3", s3, files), "files": lambda: turn("files", files, s3)}, repeats)
-        for bench in (s3, files):
-            bench.one(TASKS, runs=RUNS)
-            bench.check()
-            bench.check_all()
+    def turn(name: str) -> float:
+        systems[name].one(8)
+        found[name].append(play_batches(systems[name], batches))
+        return 0.0
+
+    operators = [{"name": "grpo"}]
+    with piped(_serve) as (pipe, _):
+        os.environ |= pipe.recv()  # the server's credentials
+        kept = f"s3://{BUCKET}/bench"
+        with Bench(8, "power", operators, payloads=kept) as s3, Bench(8, "power", operators) as files:
+            systems = {"s3": s3, "files": files}
+            alternate({name: partial(turn, name) for name in systems}, repeats, systems)
+            for bench in systems.values():
+                bench.one(TASKS, runs=RUNS)
+                bench.check()
+                bench.check_all()
     what = f"payloads in S3: batches of {TASKS} tasks of {RUNS} runs"
     ours, theirs = (list(zip(*figures, strict=True)) for figures in found.values())
     other = "files on the same disk"

@@ -11,9 +11,7 @@ of them in turn.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
-import shutil
 import socket
 import statistics
 import tempfile
@@ -24,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child_processes import piped
 from benchmarks.compared import options_of, write_json
 from trinity_es.actors.hosts.admission_answer import Admission
 from trinity_es.actors.hosts.certificate import Certificate
@@ -71,41 +70,28 @@ def pull(place: HeadPlace, into: Path) -> None:
 def measure(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
     """Return {way to copy: MB/s of each round}."""
     rates: dict[str, list[float]] = {"plain": [], "first": [], "next": []}
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve_folder, args=(str(folder), there), daemon=True)
-    process.start()
-    place, plain = here.recv()
-    try:
+    with piped(serve_folder, str(folder), patience=0.0) as (pipe, _):
+        place, plain = pipe.recv()
         for _ in range(rounds):
             for file in folder.iterdir():
                 os.utime(file)  # it looks new, so the head hashes it again
             ways: dict[str, Callable[[Path], None]] = {
                 "plain": partial(cat, plain), "first": partial(pull, place), "next": partial(pull, place)}
             for way, work in ways.items():
-                into = Path(tempfile.mkdtemp(dir="/dev/shm"))
-                try:
+                with tempfile.TemporaryDirectory(dir="/dev/shm") as into:
                     began = time.monotonic()
-                    work(into)
+                    work(Path(into))
                     rates[way].append(size / 1e6 / (time.monotonic() - began))
-                finally:
-                    shutil.rmtree(into)
-    finally:
-        process.kill()
-        process.join()
     return rates
 
 
 def main() -> None:
-    args = options_of(__doc__, [
-        ("--gib", {"type": float, "default": 1.0}), ("--rounds", {"type": int, "default": 5})], quick=False)
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
+    args = options_of(__doc__, quick=False, gib=1.0, rounds=5)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         each = int(args.gib * 2**30 / FILES)
         for n in range(FILES):
-            (folder / f"{n}.safetensors").write_bytes(os.urandom(each))
-        found = measure(folder, FILES * each, args.rounds)
-    finally:
-        shutil.rmtree(folder)
+            Path(folder, f"{n}.safetensors").write_bytes(os.urandom(each))
+        found = measure(Path(folder), FILES * each, args.rounds)
     told = {way: round(statistics.median(rates)) for way, rates in found.items()}
     for way, rates in found.items():
         print(f"{way:>6}: {told[way]:>6} MB/s ({min(rates):.0f} - {max(rates):.0f})")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from benchmarks.compared import Watch, about, load_text, options_of, sound, write_json
+from benchmarks.compared import Watch, about, coordinator_of, load_text, options_of, sound, write_json
+from benchmarks.systems import explore_config, running
 from trinity_es import Task
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -37,8 +38,7 @@ SLEEP = "trinity_es.testing:SleepWorkflow"
 
 def config_in(folder: Path, runners: int, places: int) -> trinity_es.Config:
     rollout = {"engine_type": "scripted", "engine_num": runners}
-    explorer = {"max_concurrency": places, "max_timeout": 120.0, "rollout_model": rollout}
-    return trinity_es.Config.from_dict({"mode": "explore", "explorer": explorer}, folder=folder)
+    return explore_config(folder, places, rollout, explorer={"max_timeout": 120.0})
 
 
 def kill_coordinators(kills: int) -> dict[str, Any]:
@@ -46,38 +46,27 @@ def kill_coordinators(kills: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         config = config_in(Path(name), runners=8, places=4)
         notes = Path(name) / "ran"
-        lifecycle.start(config)
-        try:
-            with trinity_es.connect(config) as client:
-                client.wait_ready()
-                count = 32 * (kills * 2 + 4)
-                tasks = [
-                    Task(workflow=SLEEP, workflow_args={"seconds": 5.0 * (i % 32 + 1) / 32 if i < 32 else 5.0,
-                                                        "count_file": str(notes)})
-                    for i in range(count)  # ends are spread over time, from the first tasks on
-                ]
-                client.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=0)
-                deaths: list[float] = []
+        with running(config) as client:
+            tasks = [
+                Task(workflow=SLEEP, workflow_args={"seconds": 5.0 * (i + 1) / 32 if i < 32 else 5.0,
+                                                    "count_file": str(notes)})
+                for i in range(32 * (kills * 2 + 4))  # ends are spread over time, from the first tasks on
+            ]
+            client.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=0)
+            deaths: list[float] = []
+            time.sleep(6.0)
+            for _ in range(kills):
+                pid = coordinator_of(client)
+                os.kill(pid, signal.SIGKILL)
+                deaths.append(time.time())
+                wait_until(lambda pid=pid: coordinator_of(client) not in (0, pid), "the next coordinator")
                 time.sleep(6.0)
-                for _ in range(kills):
-                    pid = coordinator_pid(client)
-                    os.kill(pid, signal.SIGKILL)
-                    deaths.append(time.time())
-                    wait_until(lambda pid=pid: coordinator_pid(client) not in (0, pid), "the next coordinator")
-                    time.sleep(6.0)
-                client.abort_batch(1, reason="measured")
-                dispatched = [r.recorded_at for r in client.log.events(1) if isinstance(r.event, ev.TasksDispatched)]
-        finally:
-            end_system(config)
+            client.abort_batch(1, reason="measured")
+            dispatched = [r.recorded_at for r in client.log.events(1) if isinstance(r.event, ev.TasksDispatched)]
         sound(config.store.url)
         times = [min(t for t in dispatched if t > death) - death for death in deaths]
         again = [line for line, n in Counter(notes.read_text().splitlines()).items() if n > 1]
         return {"seconds": times, "median": statistics.median(times), "max": max(times), "run_again": len(again)}
-
-
-def coordinator_pid(client: trinity_es.RolloutClient) -> int:
-    children = client._link.where().status.get("children", [])
-    return next((int(c["pid"]) for c in children if c["name"] == "coordinator" and c["state"] == "up"), 0)
 
 
 def make_history(config: trinity_es.Config, events: int) -> None:
@@ -127,8 +116,11 @@ def measure_starts(sizes: list[int], rounds: int) -> dict[str, Any]:
             make_history(configs[size], size)
         seconds_by_size: dict[int, list[float]] = {size: [] for size in sizes}
         batch = 10_000_000
-        for size in sizes:  # this batch is open at each start
-            open_batch(configs[size], batch)
+        tasks = [Task(workflow=SLEEP, workflow_args={"seconds": 600.0})] * 64
+        for config in configs.values():
+            with running(config) as client:  # this batch is open at each start
+                client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+                wait_until(lambda c=client: c.batch(batch).flights, "a dispatch")
         for _ in range(rounds):
             for size in sizes:
                 seconds_by_size[size].append(start_to_dispatch(configs[size], batch))
@@ -138,16 +130,6 @@ def measure_starts(sizes: list[int], rounds: int) -> dict[str, Any]:
             sound(config.store.url)
         return {"seconds": seconds_by_size, "medians": medians, "ratios": ratios,
                 "ratio": medians[sizes[-1]] / medians[sizes[0]]}
-
-
-def open_batch(config: trinity_es.Config, batch: int) -> None:
-    lifecycle.start(config)
-    with trinity_es.connect(config) as client:
-        client.wait_ready()
-        tasks = [Task(workflow=SLEEP, workflow_args={"seconds": 600.0})] * 64
-        client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-        wait_until(lambda: client.batch(batch).flights, "a dispatch")
-    end_system(config)
 
 
 def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:
@@ -170,9 +152,7 @@ def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:
 def main() -> int:
     options = options_of(__doc__, [
         ("what", {"nargs": "*", "choices": ["coordinator", "history", []], "help": "default: both"}),
-        ("--kills", {"type": int, "default": 20}), ("--events", {"type": int, "default": 1_000_000}),
-        ("--rounds", {"type": int, "default": 5}),
-    ], quick=False)
+    ], quick=False, kills=20, events=1_000_000, rounds=5)
     what = options.what or ["coordinator", "history"]
     watch, figures = Watch(), dict[str, Any]()
     if "coordinator" in what:

@@ -20,15 +20,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 import psycopg
-from sqlalchemy import inspect, text
 
 from benchmarks.compared import Databases, Row, Spread, Watch, alternate, databases, options_of, pairs, report, sound
 from benchmarks.sample_log import make
+from tests.helpers.logs import tables
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
@@ -43,30 +44,24 @@ _ALL = "SELECT * FROM es_event ORDER BY position"
 _DATA, _METADATA = 5, 6
 
 
-class Floor:
-    """Reader of a log's rows through the database driver alone."""
+def read_rows(kind: str, url: str) -> int:
+    """Read and decode all rows of a log through the database driver alone, and return their number."""
+    if kind == "sqlite":
+        with closing(sqlite3.connect(str(parse_url(url).database))) as lite:
+            return _decode_all(lite.execute(_ALL))
+    with psycopg.connect(url) as connection, connection.cursor("all", binary=True) as cursor:
+        cursor.itersize = PAGE
+        return _decode_all(cursor.execute(_ALL.encode()))
 
-    def __init__(self, kind: str, url: str) -> None:
-        self.kind, self.url = kind, url
 
-    def __call__(self) -> int:
-        """Read and decode all rows, and return their number."""
-        if self.kind == "sqlite":
-            with closing(sqlite3.connect(str(parse_url(self.url).database))) as lite:
-                return self._read(lite.execute(_ALL))
-        with psycopg.connect(self.url) as connection, connection.cursor("all", binary=True) as cursor:
-            cursor.itersize = PAGE
-            return self._read(cursor.execute(_ALL.encode()))
-
-    @staticmethod
-    def _read(cursor: Any) -> int:
-        rows, loads = 0, orjson.loads
-        while page := cursor.fetchmany(PAGE):
-            for row in page:
-                loads(row[_DATA])
-                loads(row[_METADATA])
-            rows += len(page)
-        return rows
+def _decode_all(cursor: Any) -> int:
+    rows, loads = 0, orjson.loads
+    while page := cursor.fetchmany(PAGE):
+        for row in page:
+            loads(row[_DATA])
+            loads(row[_METADATA])
+        rows += len(page)
+    return rows
 
 
 def replay_all(url: str) -> int:
@@ -82,56 +77,46 @@ def replay_all(url: str) -> int:
     return folded
 
 
-def check_results(url: str) -> int:
-    """Check that every final result follows from the events before it, and return the number of results."""
+def check_results(url: str) -> None:
+    """Check that every final result follows from the events before it."""
     with open_log(url) as log:
-        ended = [row.batch_id for row in log.batches() if row.state in ("finalized", "aborted")]
-        for batch_id in ended:
+        for batch_id in [row.batch_id for row in log.batches() if row.state in ("finalized", "aborted")]:
             stored, again = log.check_result(batch_id)
             if stored is None or canonical(stored) != canonical(again):
                 raise SystemExit(f"{log.url}: batch {batch_id!r} has another result than its events give")
-    return len(ended)
 
 
 def read_model_rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Return all rows of all read models, sorted."""
     with EventLog.open(url, read_only=True) as log:
-        def read(connection: Any) -> dict[str, list[tuple[Any, ...]]]:
-            names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
-            return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr)
-                    for n in names}
-
-        return log.query(read)
+        return tables(log)
 
 
 def rebuild(url: str) -> int:
-    """Rebuild the read models, and return the number of applied events."""
     with EventLog.open(url, projectors=projectors()) as log:
         return log.rebuild()
 
 
 def measured_rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
-    """Return a function that measures the events per second of `work`. `most`: the number that `work` must return."""
+    """Return a function that measures the counts per second of `work`. `most`: the number that `work` must return."""
     def measured() -> float:
         started = time.perf_counter()
         count = work()
         seconds = time.perf_counter() - started
         if most is not None and count != most:
-            raise SystemExit(f"{count} events were read where {most} are")
+            raise SystemExit(f"{count} were read where {most} are")
         return count / seconds
 
     return measured
 
 
 def measure(urls: dict[str, str], events: dict[str, int], repeats: int) -> list[Row]:
-    """Measure replay, rebuild, verify and the floor on each log in turn, and return the rows."""
     before = {kind: read_model_rows(url) for kind, url in urls.items()}
     ways: dict[str, Callable[[], float]] = {}
     for kind, url in urls.items():
-        ways[f"floor {kind}"] = measured_rate(Floor(kind, url), events[kind])
-        ways[f"replay {kind}"] = measured_rate(lambda u=url: replay_all(u))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-        ways[f"verify {kind}"] = measured_rate(lambda u=url: sound(u), events[kind])  # type: ignore[misc]  # as above
-        ways[f"rebuild {kind}"] = measured_rate(lambda u=url: rebuild(u), events[kind])  # type: ignore[misc]  # as above
+        ways[f"floor {kind}"] = measured_rate(partial(read_rows, kind, url), events[kind])
+        ways[f"replay {kind}"] = measured_rate(partial(replay_all, url))
+        ways[f"verify {kind}"] = measured_rate(partial(sound, url), events[kind])
+        ways[f"rebuild {kind}"] = measured_rate(partial(rebuild, url), events[kind])
     rates = alternate(ways, repeats)
     for kind, url in urls.items():
         if read_model_rows(url) != before[kind]:
@@ -168,9 +153,8 @@ def make_logs(places: Databases, folder: str | None, events: int) -> dict[str, s
 def main() -> int:
     options = options_of(__doc__, [
         ("--events", {"type": int, "help": f"of the log (default: {EVENTS:,}, with --quick {QUICK:,})"}),
-        ("--repeats", {"type": int, "default": REPEATS}),
         ("--folder", {"help": "folder that keeps the SQLite log for the next time (default: none)"}),
-    ])
+    ], repeats=REPEATS)
     events = options.events or (QUICK if options.quick else EVENTS)
     with databases() as places:
         urls = make_logs(places, options.folder, events)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from benchmarks.sample_run import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, RunnerModel, SimulatedRun, TimedLog
@@ -92,9 +93,7 @@ def _owner(alive: bool) -> dict[str, Any]:
 class _Model(SimulatedRun):
     """Simulated run with its batches: submit, dispatch, attempts, finalize."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.open: _Batch | None = None
+    open: _Batch | None = None
 
     def kill(self, runner: RunnerModel) -> None:
         """Let a runner die with its units, and start it again later. Sometimes its engine fails first."""
@@ -103,10 +102,8 @@ class _Model(SimulatedRun):
         reason = self.hostile_or("its process ended with signal 9")
         runner.up = False
         if self.chance.random() < 0.2:
-            self.tell(f"runner/{runner.name}", ev.RunnerFailed(
-                runner=runner.name, incarnation=runner.incarnation, reason="EngineDeadError: the engine core is gone"))
-        self.tell(f"runner/{runner.name}", ev.RunnerLost(
-            runner=runner.name, incarnation=runner.incarnation, reason=reason))
+            self.tell_runner(runner, ev.RunnerFailed, reason="EngineDeadError: the engine core is gone")
+        self.tell_runner(runner, ev.RunnerLost, reason=reason)
         if self.open is not None:
             for event in decisions.lose_runner(self.open.state, runner.name, runner.incarnation, reason):
                 self.record(self.open, event)
@@ -176,8 +173,7 @@ class _Model(SimulatedRun):
             batch_id=batch_id, batch_type=batch_type, repeat_times=[runs] * tasks, tasks=chosen, max_attempts=3,
             min_wait_num=tasks - spare if spare else None, submission=f"submit-{batch_id}"[:60],
         )
-        stream = batch_stream(batch_id)
-        entry = self.tell(stream, submitted)
+        entry = self.tell(batch_stream(batch_id), submitted)
         self.open = _Batch(batch_id, evolve(None, submitted), [entry], rewards, lengths, chosen)
         if batch_type == "train":
             name = HOSTILE[0] if self.hostile else "letters"
@@ -294,10 +290,7 @@ class _Model(SimulatedRun):
             "experience_pipeline/time/total": 0.05, "experience_pipeline/dropped_count": float(len(dropped)),
             "experience_pipeline/experience_count": float(len(delivered)),
         }
-        counts: list[tuple[int, int]] = []
-        for version in delivered:
-            counts = [*counts[:-1], (counts[-1][0] + 1, version)] if counts and counts[-1][1] == version else [
-                *counts, (1, version)]
+        counts = [(len(list(group)), version) for version, group in groupby(delivered)]
         by = {(HOSTILE[1] if self.hostile else "reward_filter"): dropped} if dropped else {}
         self.record(batch, ev.BatchFinalized(
             result=batch_result(batch.state, metrics), pipeline_metrics=metrics, experiences=refs,
@@ -319,18 +312,10 @@ class _Model(SimulatedRun):
         """
         if batch.state.batch_type == "eval":
             return [], [], []
-        raw: list[tuple[int, int, int, int]] = []
-        for entry in batch.done:
-            event = entry.event
-            assert isinstance(event, ev.RunsFinished)
-            raw += [(event.task, r.run, event.model_version, event.model_version_end) for r in event.runs]
-        taken: list[tuple[int, int, int, int]] = []
-        gone: list[tuple[int, int, int, int]] = []
-        settled = batch.state.statuses
-        for item in sorted(raw):
-            same = len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0
-            (gone if same else taken).append(item)
-        taken = [item for item in taken if item[0] in settled]
+        done: list[Any] = [entry.event for entry in batch.done]
+        raw = [(e.task, r.run, e.model_version, e.model_version_end) for e in done for r in e.runs]
+        gone = [item for item in sorted(raw) if len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0]
+        taken = [item for item in sorted(raw) if item not in gone and item[0] in batch.state.statuses]
         if self.store is not None and self.keeping and raw:
             made = {item[:2]: self._experience(batch, *item) for item in raw}
             data = Experience.serialize_many([made[item[:2]] for item in raw])
@@ -349,13 +334,10 @@ class _Model(SimulatedRun):
             refs = [ev.PayloadRef(digest=out, first=0, count=len(taken))] if taken else []
             self.free.append(batch.batch_id)
         first = 0
-        for entry in batch.done:
-            event = entry.event
-            assert isinstance(event, ev.RunsFinished)
+        for entry, event in zip(batch.done, done, strict=True):
             entry.event = replace(event, payload=ev.PayloadRef(digest=digest, first=first, count=len(event.runs)))
             first += len(event.runs)
-        uids = [self._eid(batch, task, run).uid for task, run, _, _ in gone]
-        return [v for _, _, v, _ in taken], refs, uids
+        return [v for _, _, v, _ in taken], refs, [self._eid(batch, task, run).uid for task, run, _, _ in gone]
 
     def _eid(self, batch: _Batch, task: int, run: int) -> EID:
         suffix = hashlib.sha256(f"{batch.batch_id} {task} {run}".encode()).hexdigest()[:6]

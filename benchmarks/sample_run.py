@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
@@ -78,6 +78,19 @@ class RunnerModel:
     speed: float = 1.0
 
 
+def writes_of(entries: Sequence[tuple[str, ev.Event]], versions: dict[str, int]) -> list[Write]:
+    """Return (stream, event) entries as writes. Neighbouring events of a stream are one write.
+
+    `versions`: current versions of the streams, which are updated.
+    """
+    writes = []
+    for stream, group in groupby(entries, key=lambda entry: entry[0]):
+        events, version = [event for _, event in group], versions.get(stream, 0)
+        writes.append(Write(stream=stream, expected_version=version, events=events))
+        versions[stream] = version + len(events)
+    return writes
+
+
 class SimulatedRun:
     """Simulated run: a heap of future actions, the state of runners and trainer, and the log entries that they make."""
 
@@ -122,14 +135,19 @@ class SimulatedRun:
         self.entries.append(entry)
         return entry
 
+    def tell_runner(self, runner: RunnerModel, kind: type[ev.Event], **fields: Any) -> None:
+        self.tell(f"runner/{runner.name}", kind(runner=runner.name, incarnation=runner.incarnation, **fields))
+
+    def tell_lease(self) -> None:
+        self.tell("system", ev.SystemConfigured(config=self._config()))
+        self.tell("system", ev.CoordinatorStarted(
+            epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=socket.gethostname(), version="0.5.0"))
+
     def hostile_or(self, otherwise: str) -> str:
         return self.chance.choice(HOSTILE) if self.hostile else otherwise
 
     def begin(self) -> None:
-        self.tell("system", ev.SystemConfigured(config=self._config()))
-        host = socket.gethostname()
-        self.tell("system", ev.CoordinatorStarted(epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=host,
-                                                  version="0.5.0"))
+        self.tell_lease()
         for runner in self.runners:
             self.start(runner)
         self.run_until(lambda: all(r.up for r in self.runners))
@@ -138,9 +156,7 @@ class SimulatedRun:
         """Let another coordinator take the lease, between two batches."""
         self.flush()
         self.lease = self.log.acquire_lease("coordinator", self.lease.owner)
-        self.tell("system", ev.SystemConfigured(config=self._config()))
-        self.tell("system", ev.CoordinatorStarted(
-            epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=socket.gethostname(), version="0.5.0"))
+        self.tell_lease()
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -159,18 +175,13 @@ class SimulatedRun:
     def start(self, runner: RunnerModel) -> None:
         self.incarnations += 1
         runner.incarnation, runner.up, runner.free, runner.version = self.incarnations, False, PLACES, self.published
-        life = runner.incarnation
-        self.tell(f"runner/{runner.name}", ev.RunnerStarted(
-            runner=runner.name, incarnation=life, pid=2**22 - 100 - life, host=self.hostile_or("node-1"), engine="vllm",
-        ))
+        self.tell_runner(runner, ev.RunnerStarted, pid=2**22 - 100 - runner.incarnation,
+                         host=self.hostile_or("node-1"), engine="vllm")
         seconds = round(self.chance.uniform(4.0, 9.0), 3)
 
         def ready() -> None:
             runner.up = True
-            self.tell(f"runner/{runner.name}", ev.RunnerReady(
-                runner=runner.name, incarnation=life, places=PLACES, model_version=runner.version,
-                load_seconds=seconds,
-            ))
+            self.tell_runner(runner, ev.RunnerReady, places=PLACES, model_version=runner.version, load_seconds=seconds)
             self.dispatch()
 
         self.at(seconds, ready)
@@ -204,13 +215,11 @@ class SimulatedRun:
             if not runner.up or runner.incarnation != life:
                 return
             if self.chance.random() < 0.003:
-                self.tell(f"runner/{runner.name}", ev.WeightsFailed(
-                    runner=runner.name, incarnation=life, version=version,
-                    error=self.hostile_or("SyncError: model.safetensors is cut off")))
+                self.tell_runner(runner, ev.WeightsFailed, version=version,
+                                 error=self.hostile_or("SyncError: model.safetensors is cut off"))
                 return
             runner.version = version
-            self.tell(f"runner/{runner.name}", ev.WeightsLoaded(
-                runner=runner.name, incarnation=life, version=version, seconds=seconds))
+            self.tell_runner(runner, ev.WeightsLoaded, version=version, seconds=seconds)
 
         self.at(seconds, loaded)
 
@@ -220,14 +229,12 @@ class SimulatedRun:
             self.run_until(lambda: not self.heap)
             for runner in self.runners:
                 if runner.up:
-                    self.tell(f"runner/{runner.name}", ev.RunnerRetired(
-                        runner=runner.name, incarnation=runner.incarnation))
+                    self.tell_runner(runner, ev.RunnerRetired)
         if self.free:
             self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free), bytes=0))
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending entries in order."""
         if self.alive:  # shift the entries, so that the run goes on at the present time
             later = time.time() - self.now
             for entry in self.entries:
@@ -239,14 +246,7 @@ class SimulatedRun:
         self.entries = []
 
     def _append(self, entries: list[Entry]) -> None:
-        writes: list[Write] = []
-        for entry in entries:
-            version = self.versions.get(entry.stream, 0)
-            if writes and writes[-1].stream == entry.stream:
-                writes[-1].events.append(entry.event)  # type: ignore[attr-defined]  # a list, made below
-            else:
-                writes.append(Write(stream=entry.stream, expected_version=version, events=[entry.event]))
-            self.versions[entry.stream] = version + 1
+        writes = writes_of([(entry.stream, entry.event) for entry in entries], self.versions)
         self.log.times = [entry.at for entry in entries]
         self.commits += 1
         self.log.append(writes, commit_id=f"sample-{self.commits}", lease=self.lease)

@@ -30,7 +30,6 @@ STANDING = ("beats", "timers")
 
 
 def live_state_bytes(live: Any) -> int:
-    """Return the bytes of the coordinator's live state."""
     seen: set[int] = set()
     total, todo = 0, [live.batches, live._tasks, live.in_flight, live.lives, live.hosts, live.ended_batches]
     while todo:
@@ -56,7 +55,6 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def play_plan(plan: Plan) -> dict[str, Any]:
-    """Play a plan and return its figures."""
     size = 0
 
     def full(world: ManyWorld) -> bool:
@@ -128,8 +126,7 @@ def main() -> int:
         ("--seconds", {"type": float, "default": 60.0, "help": "how long a unit takes, in the mean"}),
         ("--churn", {"type": float, "default": 0.0, "help": "virtual seconds between what happens to hosts"}),
         ("--repeats", {"type": int, "default": 1, "help": "medians over so many"}),
-        ("--seed", {"type": int, "default": 0}),
-    ], quick=False)
+    ], quick=False, seed=0)
     watch = Watch()
     print("hosts runners   units  us/task   " + "".ljust(70) + "standing  events  messages   KB of   longest stretch")
     print("                        of CPU   " + "".ljust(70) + "ms/s     a task    a task   a unit")

@@ -24,12 +24,12 @@ import psutil
 import trinity_es
 from benchmarks.compared import options_of, write_json
 from benchmarks.scale import A_TASK, int_list
+from benchmarks.systems import running
 from tests.helpers.faults import server
 from tests.helpers.hosts import KEY, host_joins, ready
 from tests.helpers.servers import free_port
-from tests.helpers.systems import end, pid_of, scripted, sleepers
+from tests.helpers.systems import pid_of, play_batch, scripted, sleepers
 from tests.simulation.many import Plan, play
-from trinity_es.system import lifecycle
 
 IDLE_SECONDS = 5.0
 
@@ -43,35 +43,27 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 
 
 def measure_real(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> dict[str, Any]:
-    """Play batches on a head and this many joined hosts, and return the figures."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-")))
         database = stack.enter_context(server())
         url, port = database.url(database.new_database()), free_port()
         here = {"address": f"127.0.0.1:{port}", "timeout": 20.0}
         config = scripted(folder / "head", store={"url": url}, hosts=here, explorer={"max_concurrency": places})
-        lifecycle.start(config)
-        client = trinity_es.connect(config)
-        stack.callback(end, client)
-        client.wait_ready(120)
+        client = stack.enter_context(running(config))
         for number in range(hosts):
             stack.enter_context(host_joins(url, f"h{number}", folder))
         for number in range(hosts):
             ready(client, f"h{number}")
         pid = pid_of(client, "coordinator")
 
-        def batch(number: int, of: int) -> None:
-            client.submit_batch(batch_id=number, tasks=sleepers(of, seconds=seconds), batch_type="train")
-            assert client.finalize_train_batch(number, timeout=300)["finished_task_count"] == of
-
-        batch(1, 4 * places)
+        play_batch(client, 1, sleepers(4 * places, seconds=seconds), timeout=300)
         before = cpu_seconds(pid)
         time.sleep(IDLE_SECONDS)
         idle = [(now - then) / IDLE_SECONDS for now, then in zip(cpu_seconds(pid), before, strict=True)]
         found: list[tuple[float, float]] = []
         for number in range(2, 2 + repeats):
             before, begun = cpu_seconds(pid), time.monotonic()
-            batch(number, tasks)
+            play_batch(client, number, sleepers(tasks, seconds=seconds), timeout=300)
             took = time.monotonic() - begun
             whole, main = ((now - then - rest * took) / tasks * 1e6
                            for now, then, rest in zip(cpu_seconds(pid), before, idle, strict=True))
@@ -94,11 +86,10 @@ def measure_simulated(hosts: int, tasks: int, places: int, seconds: float, repea
 
 def main() -> int:
     options = options_of(__doc__, [
-        ("--hosts", {"type": int_list, "default": [1, 2, 4]}), ("--tasks", {"type": int, "default": 600}),
+        ("--hosts", {"type": int_list, "default": [1, 2, 4]}),
         ("--places", {"type": int, "default": 32, "help": "of each runner"}),
         ("--seconds", {"type": float, "default": 1.0, "help": "how long a task takes"}),
-        ("--repeats", {"type": int, "default": 3}),
-    ], quick=False)
+    ], quick=False, tasks=600, repeats=3)
     os.environ["TRINITY_ES_KEY"] = KEY
     print("hosts besides   CPU us/task of the   of its main   simulated   idle   events   commits")
     print("the head        coordinator          thread                    ms/s   a task   a task")

@@ -6,18 +6,14 @@ Writes `docs/screenshots/<page>-<light|dark>.png`, 1280 by 800. Needs chromium a
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sample_log import make
+from tests.helpers.browser import chromium, serving
 from trinity_es.dashboard.page_urls import batch_url, link, rollout_url, runner_url
-from trinity_es.dashboard.server import Dashboard
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.testing import wait_until
@@ -50,26 +46,6 @@ def _rollout(log: Log, batch_id: BatchId) -> str:
     return rollout_url(batch_id, longest.task, longest.run)
 
 
-@contextmanager
-def _browser(profile: str) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or chromedriver is None:
-        sys.exit("no chromium and chromedriver here: on Debian they are the packages chromium and chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
-                 "--hide-scrollbars", "--force-device-scale-factor=1", f"--user-data-dir={profile}"):
-        options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
-    try:
-        yield driver
-    finally:
-        driver.quit()
-
-
 def _size(driver: Any, height: int) -> None:
     values = {"width": SIZE[0], "height": max(SIZE[1], height), "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", values)
@@ -80,31 +56,26 @@ def pictures(url: str, folder: Path, *, whole: bool = False, only: list[str] | N
     with open_log(url) as log:
         chosen = {name: path for name, path in pages(log).items() if not only or name in only}
     folder.mkdir(parents=True, exist_ok=True)
-    dashboard, ready, taken = Dashboard(url, no_token=True), threading.Event(), []
-    thread = threading.Thread(target=dashboard.run, args=(ready.set,))
-    thread.start()
-    try:
-        if not ready.wait(30):
-            sys.exit("the dashboard did not start within 30 s")
-        with tempfile.TemporaryDirectory() as profile, _browser(profile) as driver:
-            for theme in ("light", "dark"):
-                driver.execute_cdp_cmd("Emulation.setEmulatedMedia",
-                                       {"features": [{"name": "prefers-color-scheme", "value": theme}]})
-                for name, path in chosen.items():
-                    _size(driver, SIZE[1])
-                    driver.get(dashboard.url.rstrip("/") + path)
-                    wait_until(lambda: driver.find_elements("css selector", ".dot.on"), what=f"{path} to be live")
-                    if name in BEGINS_AT:
-                        driver.execute_script("document.querySelector(arguments[0]).scrollIntoView(); scrollBy(0, -56)",
-                                              BEGINS_AT[name])
-                    if whole:
-                        _size(driver, driver.execute_script("return document.documentElement.scrollHeight"))
-                    file = folder / f"{name}-{theme}.png"
-                    driver.save_screenshot(str(file))
-                    taken.append(file)
-    finally:
-        dashboard.stop()
-        thread.join(15)
+    taken = []
+    with (
+        tempfile.TemporaryDirectory() as profile, serving(url) as dashboard,
+        chromium(profile, "--hide-scrollbars", "--force-device-scale-factor=1") as driver,
+    ):
+        for theme in ("light", "dark"):
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia",
+                                   {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+            for name, path in chosen.items():
+                _size(driver, SIZE[1])
+                driver.get(dashboard.url.rstrip("/") + path)
+                wait_until(lambda: driver.find_elements("css selector", ".dot.on"), what=f"{path} to be live")
+                if name in BEGINS_AT:
+                    driver.execute_script("document.querySelector(arguments[0]).scrollIntoView(); scrollBy(0, -56)",
+                                          BEGINS_AT[name])
+                if whole:
+                    _size(driver, driver.execute_script("return document.documentElement.scrollHeight"))
+                file = folder / f"{name}-{theme}.png"
+                driver.save_screenshot(str(file))
+                taken.append(file)
     return taken
 
 

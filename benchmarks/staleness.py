@@ -12,7 +12,6 @@ or if no token is older than 0, so that the benchmark shows nothing.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import trinity_es
+from tests.helpers.runs import explored
 from trinity_es import Config, Explorer
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.payloads.experiences import read_experiences
@@ -45,15 +45,6 @@ def config_of(folder: Path, answers: int, bound: int) -> Config:
         "synchronizer": {"in_flight": "cut", "sync_style": "fully_async", "max_inflight_batches": 2},
         "trainer": {"class": "tests.helpers.runs:SteadyTrainer"}, "system": {"keeper": False},
     }, folder=folder)
-
-
-async def explore(config: Config) -> None:
-    explorer = Explorer(config)
-    try:
-        await explorer.prepare()
-        await explorer.explore()
-    finally:
-        await explorer.shutdown()
 
 
 def count(config: Config) -> tuple[Counter[str], Counter[int]]:
@@ -87,7 +78,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(Path(folder), options.answers, options.bound)
-        asyncio.run(explore(config))
+        explored(Explorer(config))
         numbers, ages = count(config)
     print(", ".join(f"{name}: {n:,}" for name, n in numbers.items()))
     print("delivered tokens by age in versions:", dict(sorted(ages.items())), f"(the bound is {options.bound})")

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from examples.grpo.tiny_model import make_tiny_model
 from tests.helpers.servers import ServerProcess, ended
 from tests.helpers.servers import stand_in as one_stand_in
 from trinity_es.testing import wait_until
-
-
-def model_folder(folder: Path) -> str:
-    """Make a tiny model for these servers, and return its folder."""
-    return str(make_tiny_model(folder / "model", seed=0))
 
 
 @contextmanager

@@ -8,15 +8,13 @@ without a measurement has a row, too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.compared import Row, Spread, load_text, number_format
+from benchmarks.compared import Row, Spread, load_text, number_format, options_of
 
 AIMS = {
     "E1": "submit -> finalize of no-op tasks", "E2": "tasks and runs a second", "E3": "share of the ideal",
@@ -32,10 +30,7 @@ SOURCES = {
 """{benchmark: id of the aim of its rows, unless a row names its own}."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of the table."""
-
+class Line(NamedTuple):
     id: str
     what: str
     ours: str = ""
@@ -73,7 +68,6 @@ def verdict(row: Row) -> str:
 
 
 def row_of(fields: Mapping[str, Any]) -> Row:
-    """Return the row with these fields, which were read from JSON."""
     spreads = {key: None if fields.get(key) is None else Spread(**fields[key]) for key in ("ours", "theirs", "ratio")}
     return Row(**{k: v for k, v in fields.items() if k != "met"} | spreads)
 
@@ -88,12 +82,10 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
 
 
 def markdown(table: list[Line]) -> Iterator[str]:
-    """Yield the lines of the table in Markdown."""
     yield "| | what | here | against | | here / that | aim | |"
     yield "|---|---|---|---|---|---|---|---|"
-    for one in table:
-        yield (f"| {one.id} | {one.what} | {one.ours} | {one.other} | {one.theirs} | {one.ratio} | {one.aim} "
-               f"| {one.verdict} |")
+    for line in table:
+        yield f"| {' | '.join(line)} |"
 
 
 def context_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -110,10 +102,8 @@ def context_lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="benchmarks/results", help="where the benchmarks' JSON is")
-    parser.add_argument("--json", help="also write the table to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--folder", {"default": "benchmarks/results", "help": "where the benchmarks' JSON is"})], quick=False)
     files = [Path(options.folder) / f"{name}.json" for name in SOURCES]
     results = {file.stem: json.loads(file.read_text()) for file in files if file.exists()}
     table = lines(results)

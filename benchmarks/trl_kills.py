@@ -52,16 +52,19 @@ RESTARTS = 3
 EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
 
 
+def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=errors, start_new_session=True)
+
+
 class Trainee:
     """A trainer in a folder, and its process, which is killed and started again."""
 
     def __init__(
         self, folder: Path, overrides: list[str], settings: dict[str, Any], *, alone: bool = False,
-        launch: Callable[[list[str], IO[bytes], IO[bytes]], Any] | None = None,
+        launch: Callable[[list[str], IO[bytes], IO[bytes]], Any] = _launch,
     ) -> None:
         """Prepare a trainer. `launch(arguments, stdout, stderr)` starts `python ARGUMENTS` and returns the process."""
-        self.folder, self.alone, self.settings = folder, alone, settings
-        self.launch = launch or _launch
+        self.folder, self.alone, self.settings, self.launch = folder, alone, settings, launch
         self.overrides = ["system.detach=true", *overrides]
         folder.mkdir(parents=True, exist_ok=True)
         self.process: Any = None
@@ -69,12 +72,10 @@ class Trainee:
 
     @property
     def config(self) -> Config:
-        """Config of the system that the trainer uses."""
         return load_config(EXAMPLE, [
             f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
 
     def start(self) -> None:
-        """Start the trainer's process."""
         given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
         with (self.folder / "trainer.log").open("ab") as log:
             self.process = self.launch(["-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)], log, log)
@@ -126,16 +127,11 @@ class Trainee:
             self.process.wait()
 
     def end(self) -> None:
-        """End the trainer and its system."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         if not self.alone:
             end_system(self.config)
-
-
-def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=errors, start_new_session=True)
 
 
 def kill_while_training(
@@ -208,11 +204,9 @@ WRONG = ("other prompts", "steps beyond the end", "generated again", "submitted 
 
 def main() -> int:
     args = options_of(__doc__, [
-        ("--kills", {"type": int, "default": 20}), ("--undisturbed", {"type": int, "default": 5}),
-        ("--seed", {"type": int, "default": 0}), ("--steps", {"type": int, "default": 100}),
         ("--alone", {"action": "store_true"}), ("--folder", {"type": Path}),
         ("--set", {"action": "append", "default": [], "help": "an override of the example's config"}),
-    ], quick=False)
+    ], quick=False, kills=20, undisturbed=5, seed=0, steps=100)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="trl-kills-")).absolute()
     told: dict[str, Any] = {"kills": args.kills, "seed": args.seed, "steps": args.steps, "alone": args.alone}
     rewards, plan = [], None
@@ -244,8 +238,7 @@ def _run(
     trainee: Trainee, kinds: list[str], chance: random.Random, plan: dict[int, list[int]] | None
 ) -> dict[str, Any]:
     try:
-        killed = kill_while_training(trainee, kinds, chance)
-        return {**training_figures(trainee, plan), "killed": killed}
+        return {"killed": kill_while_training(trainee, kinds, chance), **training_figures(trainee, plan)}
     finally:
         trainee.end()
 

@@ -26,7 +26,6 @@ from examples.grpo.tiny_model import make_tiny_model
 from examples.trl_grpo import train
 
 TRAINERS: list[GRPOTrainer] = []
-"""The trainer of this process."""
 
 
 class Beats(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
@@ -46,23 +45,18 @@ def _note(folder: Path, columns: dict[str, Any], rewards: list[float | None]) ->
         file.write(json.dumps(line).encode() + b"\n")
 
 
-def _with_rows(letters: Any) -> Any:
+def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
+    letters = train.letters
+
     def numbered(file: Path) -> Dataset:
         rows = letters(file)
         return rows.add_column("row", list(range(len(rows))))
-
-    return numbered
-
-
-def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str, Any]) -> None:
-    """Train to the end, and write the eval reward."""
-    train.letters = _with_rows(train.letters)
 
     def recorded(reward: list[float | None], **columns: Any) -> list[float | None]:
         _note(folder, columns, reward)
         return reward
 
-    train.rollout_reward = recorded
+    train.letters, train.rollout_reward = numbered, recorded
 
     def make(**given: Any) -> GRPOTrainer:
         TRAINERS.append(GRPOTrainer(**{**given, "callbacks": [*given.get("callbacks", []), Beats(folder)]}))

@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
+
+from benchmarks.child_processes import LineProcess, environment_without
 
 ROUNDS = {1: 180, 8: 180, 64: 120, 256: 90, 1024: 50}
 """{number of tasks in a batch: number of pairs}."""
@@ -28,32 +29,13 @@ with Bench(8, sys.argv[1], [{"name": "grpo"}]) as bench:
 """
 
 
-class Checkout:
-    """Process that plays batches on request with the code of a checkout."""
-
-    def __init__(self, folder: str, durability: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        self.process = subprocess.Popen(
-            [f"{folder}/.venv/bin/python", "-c", CHILD, durability], cwd=folder, text=True,
-            env=environment | {"PYTHONPATH": folder}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )
-        assert self.answer() == "ready"
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def one(self, n: int) -> float:
-        """Return the milliseconds of a batch of `n` tasks."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{n}\n")
-        self.process.stdin.flush()
-        return float(self.answer()) * 1e3
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def start_checkout(folder: str, durability: str) -> LineProcess:
+    """Start a process that plays batches on request with the code of a checkout."""
+    process = LineProcess(
+        [f"{folder}/.venv/bin/python", "-c", CHILD, durability], cwd=folder,
+        env=environment_without("PYTHONDONTWRITEBYTECODE") | {"PYTHONPATH": folder})
+    assert process.answer() == "ready"
+    return process
 
 
 def main() -> int:
@@ -62,19 +44,19 @@ def main() -> int:
     parser.add_argument("new")
     parser.add_argument("--durability", choices=["power", "process"], default="power")
     options = parser.parse_args()
-    both = [Checkout(os.path.abspath(folder), options.durability) for folder in (options.old, options.new)]
+    both = [start_checkout(os.path.abspath(folder), options.durability) for folder in (options.old, options.new)]
     for n, rounds in ROUNDS.items():
         times: list[list[float]] = [[], []]
         for number in range(rounds):
             for which in (0, 1) if number % 2 else (1, 0):
-                times[which].append(both[which].one(n))
+                times[which].append(1e3 * float(both[which].ask(str(n))))
         old, new = (statistics.median(some) for some in times)
         ratios = sorted(a / b for a, b in zip(*times, strict=True))
         quarter = len(ratios) // 4
         print(f"{n:>5} tasks: {old:8.1f} -> {new:8.1f} ms, {statistics.median(ratios):.3f} times as fast "
               f"(quartiles {ratios[quarter]:.2f} - {ratios[-quarter - 1]:.2f})", flush=True)
     for one in both:
-        one.end()
+        one.close()
     return 0
 
 

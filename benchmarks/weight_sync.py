@@ -29,10 +29,9 @@ from typing import Any
 
 import trinity_es
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from benchmarks.systems import TINY, explore_config, running
 from examples.grpo.tiny_model import make_tiny_model
-from trinity_es.actors.engines.interface import EngineLoad
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
-from trinity_es.system import lifecycle
 
 REQUESTS = 64
 BEFORE = 20
@@ -68,13 +67,10 @@ class WatchedEngine(VLLMEngine):
 
     async def start(self) -> None:
         self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
-        self.on_load = self.note_step
+        self.on_load = lambda load: self.notes.write(f"step {time.monotonic()} {load.running}\n")
         await super().start()
         for name in ("pause_generation", "collective_rpc", "resume_generation"):
             setattr(self._llm, name, self.with_notes(name, getattr(self._llm, name)))
-
-    def note_step(self, load: EngineLoad) -> None:
-        self.notes.write(f"step {time.monotonic()} {load.running}\n")
 
     def with_notes(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)  # for callers that inspect the signature
@@ -136,27 +132,11 @@ class Bench:
                 enlarge(model, *size.enlarged)
         self.tokens = size.tokens
         self.notes, self.seen = folder / "notes", 0
-        config = trinity_es.Config.from_dict(
-            {
-                "mode": "explore",
-                "model": {"model_path": str(self.models[0])},
-                "explorer": {
-                    "max_concurrency": REQUESTS,
-                    "rollout_model": {
-                        "engine_type": "benchmarks.weight_sync:WatchedEngine", "max_model_len": 256,
-                        "gpu_memory_utilization": 0.3,
-                    },
-                },
-            },
-            folder=str(folder),
-        )
-        assert lifecycle.start(config)
-        self.client = stack.enter_context(trinity_es.connect(config))
-        stack.callback(self.client.shutdown)
-        self.client.wait_ready()
+        engine = {**TINY, "engine_type": "benchmarks.weight_sync:WatchedEngine"}
+        config = explore_config(folder, REQUESTS, engine, model={"model_path": str(self.models[0])})
+        self.client = stack.enter_context(running(config))
         self.version = self.batch = 0
         self.changes: list[Change] = []
-        """Changes of weights under load."""
         self.missed = 0
         """Number of batches in which a request ended too soon."""
 
@@ -168,23 +148,23 @@ class Bench:
         self.version += 1
         self.client.sync_weights(self.version, self.models[self.version % 2])
 
-    def last_change(self) -> Change:
-        """Return the durations of the last change, from the engine's new notes."""
+    def read_notes(self) -> list[list[str]]:
+        """Return the new notes, which are seen from now on."""
         notes = self.new_notes()
         self.seen += len(notes)
-        return Change.of(notes)
+        return notes
 
     def change_idle(self) -> float:
         """Change the weights of the idle engine, and return the seconds of vLLM's reload."""
-        self.seen += len(self.new_notes())
+        self.read_notes()
         self.sync()
-        return self.last_change().calls["reload_weights"]
+        return Change.of(self.read_notes()).calls["reload_weights"]
 
     def change_busy(self) -> float:
         """Change the weights while all requests are in flight, and return the seconds without a token."""
         for _ in range(TRIES):
             if self.change_in_flight():
-                self.changes.append(self.last_change())
+                self.changes.append(Change.of(self.read_notes()))
                 return self.changes[-1].silent
             self.missed += 1
         raise AssertionError("the requests were over each time before the weights had changed")
@@ -192,7 +172,7 @@ class Bench:
     def change_in_flight(self) -> bool:
         """Change the weights during a batch. Return whether all of its requests were in flight at the change."""
         self.batch += 1
-        self.seen += len(self.new_notes())
+        self.read_notes()
         tasks = [
             trinity_es.Task(
                 workflow="single_turn", raw_task={"prompt": f"{self.batch}:{i}="},

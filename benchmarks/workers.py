@@ -76,14 +76,10 @@ def megabytes(pids: list[int]) -> float:
 class Here:
     """Pool of a runner, `WorkerPool`."""
 
-    def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
-        self.pool, self.warm = WorkerPool(places), warm
+    def __init__(self, module: str, places: int) -> None:
+        self.pool = WorkerPool(places)
         self.workflows = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=self.pool)
         self.module = module
-
-    async def ready(self) -> None:
-        if self.warm:
-            await self.pool.warm(self.warm)
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
         """Play `count` tasks, and return the pids of their processes and the seconds that count for the attempt."""
@@ -92,10 +88,6 @@ class Here:
         assert not done.failures, done.failures[0]
         return [int(r.metrics["pid"]) for r in done.results], done.seconds
 
-    def templates(self) -> list[int]:
-        family = psutil.Process().children(recursive=True)
-        return [p.pid for p in family if p.name() == "worker-template"]
-
     async def close(self) -> None:
         await self.pool.close()
 
@@ -103,22 +95,15 @@ class Here:
 class Spawned:
     """Pool that users might take instead: a ProcessPoolExecutor that spawns."""
 
-    def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=context)
+    def __init__(self, module: str, places: int) -> None:
+        self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=multiprocessing.get_context("spawn"))
         self.module = __import__(module)
-
-    async def ready(self) -> None:
-        pass
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
         started = time.perf_counter()
         futures = [self.pool.submit(self.module.meet, str(folder), count, index) for index in range(count)]
         pids = await asyncio.gather(*map(asyncio.wrap_future, futures))
         return list(pids), time.perf_counter() - started
-
-    def templates(self) -> list[int]:
-        return []
 
     async def close(self) -> None:
         await asyncio.to_thread(self.pool.shutdown)
@@ -127,16 +112,16 @@ class Spawned:
 async def measure_cold(
     kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, warm: Sequence[str]
 ) -> dict[str, float]:
-    """Play the first `count` tasks of a new pool, and return seconds and memory."""
-    pool = kind(module, count, warm)
+    pool = kind(module, count)
     try:
-        await pool.ready()
+        if warm and isinstance(pool, Here):
+            await pool.pool.warm(warm)
         started = time.perf_counter()
         pids, counted = await pool.play(folder, count)
         seconds = time.perf_counter() - started
         assert len(set(pids)) == count
-        templates = megabytes(pool.templates())
-        return {"seconds": seconds, "counted": counted, "mb": megabytes(pids), "templates_mb": templates}
+        templates = [p.pid for p in psutil.Process().children(recursive=True) if p.name() == "worker-template"]
+        return {"s": seconds, "counted_s": counted, "mb": megabytes(pids), "templates_mb": megabytes(templates)}
     finally:
         await pool.close()
 
@@ -172,28 +157,22 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
         figures[name] = {"cold": {}}
         print(f"workers of a workflow that imports {name}: median (range)", flush=True)
         for count, rounds in COUNTS.items():
-            here, spawned = [], []
+            found: dict[type[Here] | type[Spawned], list[dict[str, float]]] = {Here: [], Spawned: []}
             for number in range(1 if quick else rounds):
-                kinds: list[type[Here] | type[Spawned]] = [Here, Spawned] if number % 2 else [Spawned, Here]
-                for kind in kinds:
-                    if kind is Here:
-                        here.append(await measure_cold(kind, module, count, _new_folder(folder), warm))
-                    elif count <= (2 if quick else SPAWNED_MOST[name]):
-                        spawned.append(await measure_cold(kind, module, count, _new_folder(folder), warm))
-            row = {
-                "here_s": Spread.of([h["seconds"] for h in here]),
-                "counted_s": Spread.of([h["counted"] for h in here]),
-                "here_mb": Spread.of([h["mb"] for h in here]),
-                "templates_mb": Spread.of([h["templates_mb"] for h in here]),
-            }
+                for kind in found if number % 2 else reversed(found):
+                    if kind is Here or count <= (2 if quick else SPAWNED_MOST[name]):
+                        found[kind].append(await measure_cold(kind, module, count, _new_folder(folder), warm))
+            here, spawned = found.values()
+            names = {"here_s": "s", "counted_s": "counted_s", "here_mb": "mb", "templates_mb": "templates_mb"}
+            row = {name: Spread.of([h[key] for h in here]) for name, key in names.items()}
             if spawned:
-                row["spawned_s"] = Spread.of([s["seconds"] for s in spawned])
-                row["spawned_mb"] = Spread.of([s["mb"] for s in spawned])
-                row["ratio"] = Spread.of([h["seconds"] / s["seconds"] for h, s in zip(here, spawned, strict=True)])
+                row |= {f"spawned_{key}": Spread.of([s[key] for s in spawned]) for key in ("s", "mb")}
+                row["ratio"] = Spread.of([h["s"] / s["s"] for h, s in zip(here, spawned, strict=True)])
             figures[name]["cold"][count] = row
             show(count, row)
-        found = figures[name]["replaced_s"] = Spread.of(await measure_replacement(module, folder, 5 if quick else 20))
-        print(f"  a killed one replaced within {found.as_text('.3f')} s", flush=True)
+        replaced = Spread.of(await measure_replacement(module, folder, 5 if quick else 20))
+        figures[name]["replaced_s"] = replaced
+        print(f"  a killed one replaced within {replaced.as_text('.3f')} s", flush=True)
     return figures
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trinity_es.dashboard.server import Dashboard
@@ -25,6 +28,31 @@ def serving(url: str, **options: Any) -> Iterator[Dashboard]:
         dashboard.stop()
         thread.join(15)
         assert not thread.is_alive(), "the dashboard did not end within 15 s"
+
+
+@contextmanager
+def chromium(profile: str | Path, *flags: str) -> Iterator[Any]:
+    """Run Chromium for this block, with further `flags`. Yields its driver; ends this process if it is missing."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    program, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or chromedriver is None:
+        sys.exit("no chromium and chromedriver here: on Debian they are the packages chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+        f"--user-data-dir={profile}", *flags,
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    try:
+        yield driver
+    finally:
+        driver.quit()
 
 
 class Browser:

@@ -268,11 +268,10 @@ def spoil(name: str, value: Any, which: slice = slice(1, 2)) -> Any:
     return does
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("reward", math.nan), ("reward", 1.7e308), ("advantages", np.array([0.0, math.nan], np.float32)),
-     ("returns", [math.inf, 0.0]), ("advantages", [1e300, 0.0]), ("teacher_logprobs", [0.0, -math.inf])],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("reward", math.nan), ("reward", 1.7e308), ("advantages", np.array([0.0, math.nan], np.float32)),
+    ("returns", [math.inf, 0.0]), ("advantages", [1e300, 0.0]), ("teacher_logprobs", [0.0, -math.inf]),
+])
 def test_a_run_whose_numbers_an_operator_spoils_is_dropped_and_named_not_the_batch(name: str, value: Any) -> None:
     result = run_own(spoil(name, value), [*group(0.0, 1.0, 2.0), experience(1, 0, 1.0)])
     assert [e.eid.uid for e in result.experiences] == ["1/0/0/0/s0-0", "1/0/2/0/s0-2", "1/1/0/0/s1-0"]
@@ -324,24 +323,21 @@ def test_a_reward_that_can_not_be_shaped_takes_its_run_out(value: Any) -> None:
     assert [e.reward for e in result.experiences] == [2.0]
 
 
-@pytest.mark.parametrize(
-    ("does", "says"),
-    [
-        (lambda e: e, "returned a list, expected"),
-        (lambda e: None, "returned a NoneType"),
-        (lambda e: (e, {}, 3), "returned a tuple"),
-        (lambda e: (tuple(e), {}), r"returned \(tuple, dict\)"),
-        (lambda e: (e, []), r"returned \(list, list\)"),
-        (lambda e: ([1], {}), "returned a int among its experiences"),
-        (lambda e: (e, {"a": "x"}), "metric a of type str"),
-        (lambda e: (e, {1: 2}), "metric named 1"),
-        (lambda e: (e, {"a": math.nan}), "metric a = nan"),
-        (spoil("reward", math.nan, slice(None)), "1/0/0/0/s0-0: reward is nan"),
-        (spoil("returns", [math.inf, 0.0], slice(None)), r"1/0/0/0/s0-0: returns\[0\] is inf"),
-        (spoil("advantages", [0.0]), "1/0/1/0/s0-1: advantages has shape"),
-        (spoil("eid", None), "eid is a NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("does", "says"), [
+    (lambda e: e, "returned a list, expected"),
+    (lambda e: None, "returned a NoneType"),
+    (lambda e: (e, {}, 3), "returned a tuple"),
+    (lambda e: (tuple(e), {}), r"returned \(tuple, dict\)"),
+    (lambda e: (e, []), r"returned \(list, list\)"),
+    (lambda e: ([1], {}), "returned a int among its experiences"),
+    (lambda e: (e, {"a": "x"}), "metric a of type str"),
+    (lambda e: (e, {1: 2}), "metric named 1"),
+    (lambda e: (e, {"a": math.nan}), "metric a = nan"),
+    (spoil("reward", math.nan, slice(None)), "1/0/0/0/s0-0: reward is nan"),
+    (spoil("returns", [math.inf, 0.0], slice(None)), r"1/0/0/0/s0-0: returns\[0\] is inf"),
+    (spoil("advantages", [0.0]), "1/0/1/0/s0-1: advantages has shape"),
+    (spoil("eid", None), "eid is a NoneType"),
+])
 def test_p29_what_an_operator_returns_is_checked_and_the_operator_named(does: Any, says: str) -> None:
     with pytest.raises(PipelineError, match=f"operator Recorder .*{says}") as e:
         run_own(does)
@@ -353,24 +349,21 @@ def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
     assert (second.advantages.dtype, second.advantages.tolist()) == (np.float32, [0.5, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("entry", "says"),
-    [
-        ({"name": "grop"}, r"no operator 'grop'; known: .*grpo, .*reward_filter, .*\"module:Class\""),
-        ({"name": "no_such_module:A"}, "no_such_module:A.*No module named.*PYTHONPATH"),
-        ({"name": f"{__name__}:Missing"}, "Missing.*has no Missing"),
-        ({"name": f"{__name__}:NOT_CLASSES"}, "is a dict, not a class"),
-        ({"name": f"{__name__}:NoOperator"}, "no method process"),
-        ({"name": "grpo", "args": {"epsilonn": 1}}, "grpo can't be built with {'epsilonn': 1}"),
-        ({"name": "grpo", "args": {"epsilon": 0}}, "epsilon is 0"),
-        ({"name": "grpo", "args": {"std_cal_level": "all"}}, "std_cal_level is 'all'"),
-        ({"name": "grpo", "arg": {}}, "an entry of operators must be {name, args}"),
-        ({"name": "dedup", "args": {"scope": "all"}}, "scope is 'all'"),
-        ({"name": "data_juicer"}, "data_juicer is not built in: .* name it \"module:Class\""),
-        ({"args": {}}, "an entry of operators must be {name, args}"),
-        ({"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [{"op_type": "ADD"}]}}, "stats_key"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "says"), [
+    ({"name": "grop"}, r"no operator 'grop'; known: .*grpo, .*reward_filter, .*\"module:Class\""),
+    ({"name": "no_such_module:A"}, "no_such_module:A.*No module named.*PYTHONPATH"),
+    ({"name": f"{__name__}:Missing"}, "Missing.*has no Missing"),
+    ({"name": f"{__name__}:NOT_CLASSES"}, "is a dict, not a class"),
+    ({"name": f"{__name__}:NoOperator"}, "no method process"),
+    ({"name": "grpo", "args": {"epsilonn": 1}}, "grpo can't be built with {'epsilonn': 1}"),
+    ({"name": "grpo", "args": {"epsilon": 0}}, "epsilon is 0"),
+    ({"name": "grpo", "args": {"std_cal_level": "all"}}, "std_cal_level is 'all'"),
+    ({"name": "grpo", "arg": {}}, "an entry of operators must be {name, args}"),
+    ({"name": "dedup", "args": {"scope": "all"}}, "scope is 'all'"),
+    ({"name": "data_juicer"}, "data_juicer is not built in: .* name it \"module:Class\""),
+    ({"args": {}}, "an entry of operators must be {name, args}"),
+    ({"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [{"op_type": "ADD"}]}}, "stats_key"),
+])
 def test_p29_a_config_that_can_not_work_is_refused_before_the_first_batch(entry: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Pipeline([entry])
