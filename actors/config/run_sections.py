@@ -299,3 +299,8 @@ class SystemConfig(Section):
     hang_timeout: Seconds = 60.0
     """Seconds without an answer of its engine's loop after which a runner is ended and started again."""
 
+    @property
+    def beat_seconds(self) -> float:
+        """Interval between two heartbeats, so that some may get lost within `heartbeat_timeout`."""
+        return min(4.0, self.heartbeat_timeout / 5)
+

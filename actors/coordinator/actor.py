@@ -60,8 +60,6 @@ __all__ = ["Coordinator"]
 
 EXIT_FENCED, EXIT_CRASHED = 3, 4
 """Exit statuses, which the guardian logs."""
-BEAT_SECONDS = 2.0
-"""Interval between two heartbeats."""
 STALL_CHECK_SECONDS = 5.0
 """Interval between two checks for stalls."""
 LAST_WORDS_SECONDS = 0.5
@@ -298,7 +296,7 @@ class Coordinator(BaseActor):
         os._exit(EXIT_CRASHED)
 
     def beat(self) -> None:
-        self.after(BEAT_SECONDS, "beat", self.beat)
+        self.after(self.config.system.beat_seconds, "beat", self.beat)
         session = self.session
         epoch, log_end, hosts_heard = 0, None, dict[str, float]()
         if session is not None and session.running and session.start_is_durable:

@@ -28,8 +28,6 @@ from trinity_es.events.store.log import EventLog
 
 __all__ = ["HostAgent"]
 
-BEAT_SECONDS = 2.0
-"""Interval between two heartbeats to the guardian."""
 FIND_SECONDS = 2.0
 """Time limit for asking the database which process is the head."""
 LEFT_SECONDS = 1.0
@@ -81,7 +79,7 @@ class HostAgent(BaseActor):
         return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
-        self.after(BEAT_SECONDS, "beat", self.beat)
+        self.after(self.config.system.beat_seconds, "beat", self.beat)
         self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
 
     # --- the connection ---------------------------------------------------------------------------------------------

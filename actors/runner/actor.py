@@ -31,11 +31,8 @@ from trinity_es.events.values import BatchId
 
 __all__ = ["Runner", "import_ahead"]
 
-BEAT_SECONDS = 2.0
-ANNOUNCE_BEATS = 5
+ANNOUNCE_BEATS = 3
 """Interval between RunnerStatus messages, in heartbeats; they show the coordinator which messages were lost."""
-COORDINATOR_BEATS = 2
-"""Every second unchanged heartbeat goes to the coordinator. One may get lost before `why` calls the runner silent."""
 ASK_SECONDS = 5.0
 """Interval between requests to the guardian to replace this runner."""
 HANG_SHARE = 0.8
@@ -91,7 +88,6 @@ class Runner(BaseActor):
         self.known: Mark | None = None
         """End of the log, as a coordinator last reported it."""
         self.beat_count = 0
-        self.last_heartbeat: messages.Heartbeat | None = None
         self.loop_answered_at = self.last_beat_at = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """Units that run here, or whose outcomes are not confirmed."""
@@ -123,9 +119,10 @@ class Runner(BaseActor):
 
     def beat(self) -> None:
         """Send a heartbeat and unconfirmed reports; give up a unit (runs of a task) that blocks the engine's loop."""
-        self.after(BEAT_SECONDS, "beat", self.beat)
+        interval = self.config.system.beat_seconds
+        self.after(interval, "beat", self.beat)
         now, last_beat_at = self.now(), self.last_beat_at
-        if now - last_beat_at > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
+        if now - last_beat_at > 3 * interval:  # this process itself stood still, and its engine's loop with it
             self.loop_answered_at = now
         self.last_beat_at = now
 
@@ -135,7 +132,7 @@ class Runner(BaseActor):
         self.engine_thread.ping(note_answer)
         silence = 0.0
         if self.loop_answered_at < last_beat_at:
-            silence = max(0.0, now - self.loop_answered_at - BEAT_SECONDS)
+            silence = max(0.0, now - self.loop_answered_at - interval)
         if silence > HANG_SHARE * self.config.system.hang_timeout:
             key = self.engine_thread.loop.current_unit()
             if key is not None:
@@ -147,9 +144,7 @@ class Runner(BaseActor):
             self.name, self.incarnation, os.getpid(), silence, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_thread.runs_wait,
         )
-        if heartbeat != self.last_heartbeat or self.beat_count % COORDINATOR_BEATS == 0:
-            self.last_heartbeat = heartbeat
-            self.tell(heartbeat)
+        self.tell(heartbeat)
         self.send(self.guardian, heartbeat)
         self.beat_count += 1
         if self.coordinator is None:
