@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 __all__ = [
@@ -30,7 +31,8 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
-        return [name.strip() for name in devices.split(",") if name.strip()]
+        names = [name.strip() for name in devices.split(",") if name.strip()]
+        return list(takewhile(lambda name: not name.startswith("-"), names))  # CUDA ignores all after an invalid name
     # CUDA numbers the GPUs of a container from 0, whatever their device files are called.
     count = sum(p.name.removeprefix("nvidia").isdigit() for p in Path("/dev").glob("nvidia*"))
     return [str(n) for n in range(count)]

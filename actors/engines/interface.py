@@ -114,7 +114,7 @@ class Completion:
         return replace(
             last, token_ids=[t for p in parts for t in p.token_ids], text="".join(p.text for p in parts),
             logprobs=None if last.logprobs is None else [lp for p in parts for lp in p.logprobs or ()],
-            top_logprobs=[row for p in parts for row in p.top_logprobs or ()] if last.top_logprobs else None,
+            top_logprobs=None if last.top_logprobs is None else [row for p in parts for row in p.top_logprobs or ()],
         )
 
 

@@ -192,8 +192,9 @@ def _checks(truth: Any) -> list[_Check]:
     if isinstance(truth, dict) and truth.get("fn_name"):
         raise DataError(f"the row's tests call the function {truth['fn_name']!r} with inputs: write each test as code, "
                         "as in `assert add(1, 2) == 3` (format.response_key)")
-    if isinstance(truth, dict) and "inputs" in truth and len(truth["inputs"]) == len(truth.get("outputs", ())):
-        checks = list(zip(truth["inputs"], truth["outputs"], strict=True))
+    inputs, outputs = (truth.get("inputs"), truth.get("outputs")) if isinstance(truth, dict) else (None, None)
+    if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
+        checks = list(zip(inputs, outputs, strict=True))
     elif isinstance(truth, list) and all(isinstance(test, str) for test in truth):
         checks = [_valid_test(test) for test in truth]
     if not checks:

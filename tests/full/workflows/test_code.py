@@ -176,7 +176,8 @@ def _judged_process() -> psutil.Process | None:
 @pytest.mark.parametrize(("truth", "says"), [
     ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "call the function 'add' with inputs: write each test"),
     *((truth, "the row's tests are ") for truth in (
-        None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []})),
+        None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": 3},
+        {"inputs": ["1"], "outputs": None})),
     *(([*ADDS, test], "is not valid Python") for test in ("assert add(1, 2 == 3", "assert add(1, 2) = 3", "assert\0")),
 ])
 def test_tests_that_can_not_be_played_are_the_datas_fault_and_no_zero(truth: Any, says: str) -> None:

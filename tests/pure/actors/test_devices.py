@@ -45,8 +45,9 @@ def test_an_engine_that_spans_more_gpus_than_there_are_is_named() -> None:
 def test_what_the_user_allowed_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", " 4, GPU-abc ")
     assert visible_gpus() == ["4", "GPU-abc"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+    for nothing in ("", "-1", " -1,0"):  # CUDA ignores all after an invalid name
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert visible_gpus() == []
 
 
 def test_without_a_gpu_engines_share_out_the_cores() -> None:
