@@ -47,10 +47,11 @@ async def opened(store: Memory, **settings: Any) -> AsyncIterator[Journal]:
     journal = Journal(lambda: store, ("runner-0", 3), ProgressConfig(**{"seconds": 3600, **settings}),
                       logging.getLogger("j"))
     running = asyncio.ensure_future(journal.run())
-    yield journal
-    await journal.write([b"."])  # after what was left to the thread
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    try:
+        yield journal
+        await journal.write([b"."])  # after what was left to the thread
+    finally:
+        running.cancel()
 
 
 async def test_what_waits_is_one_write() -> None:
