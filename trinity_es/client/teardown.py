@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
 from trinity_es.system import running_system
@@ -19,10 +21,8 @@ def end_system(config: Config) -> tuple[int, list[int]]:
 
     running_system.stop_keeper(config)  # or it would start the system again
     killed_count = 0
-    try:
+    with suppress(TrinityError):  # it does not answer, or ended meanwhile: its processes are killed below
         if running_system.find(config) is not None:
             killed_count = connect(config).shutdown()
-    except TrinityError:
-        pass  # it does not answer, or ended meanwhile: the next line kills its processes
     killed_count += end_all_leftovers(config)
     return killed_count, [p.pid for p in leftovers(config)]

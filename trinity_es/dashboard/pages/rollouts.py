@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from trinity_es.audit.rollout_reader import RunExperiences, submitted_task
@@ -38,10 +39,8 @@ def rollouts(request: PageRequest) -> Page:
         batch_type = batches[0].state.batch_type
     else:
         for row in request.log.batches(batch_type=batch_type, sort="position", descending=True, limit=NEWEST_BATCHES):
-            try:
+            with suppress(BatchNotFound):
                 batches.append(_cached_timeline(request, row.batch_id))
-            except BatchNotFound:
-                continue
     sort = next(s for s in SORTS if s == request.choice("sort", list(SORTS), "reward"))
     descending = request.choice("dir", ("up", "down"), "up" if sort == "task" else "down") == "down"
     all_rows = [row for batch in batches for row in batch.rows]
@@ -52,14 +51,12 @@ def rollouts(request: PageRequest) -> Page:
     number, pages = request.page_number(len(rows), PER_PAGE)
     shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
     rewards = [row.reward for row in rows if row.reward is not None]
-    watched_streams = tuple(batch_stream(b.batch_id) for b in batches) if request.text("id") else ("batch/",)
+    batch_id = batches[0].batch_id if request.text("id") else None
     return Page(
-        template="rollouts.html",
-        title=f"Rollouts of batch {batches[0].batch_id}" if request.text("id") else "Rollouts",
-        nav="rollouts",
-        watch=watched_streams,
+        template="rollouts.html", title="Rollouts" if batch_id is None else f"Rollouts of batch {batch_id}",
+        nav="rollouts", watch=("batch/",) if batch_id is None else (batch_stream(batch_id),),
         values={
-            "batch_id": batches[0].batch_id if request.text("id") else None, "batches": [b.batch_id for b in batches],
+            "batch_id": batch_id, "batches": [b.batch_id for b in batches],
             "type": batch_type, "rows": shown, "total": len(rows), "page_number": number, "pages": pages, "sort": sort,
             "descending": descending, "outcome": outcome, "outcomes": outcomes, "task": task,
             "previews": rollout_values.previews(request.log, shown), "first": (number - 1) * PER_PAGE,
@@ -85,9 +82,7 @@ def rollout(request: PageRequest) -> Page:
     place = ended_runs.index(row)
     submitted = submitted_task(request.log, batch_id, task)
     return Page(
-        template="rollout.html",
-        title=f"Run {run} of task {task} of batch {batch_id}",
-        nav="rollouts",
+        template="rollout.html", title=f"Run {run} of task {task} of batch {batch_id}", nav="rollouts",
         watch=(batch_stream(batch_id),) if not batch.state.state.ended else (),
         values={
             "batch": batch, "row": row, "run_experiences": run_experiences, "step": step,
