@@ -76,6 +76,7 @@ class RolloutCoordinator:
                 self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
             except BaseException:
                 admin = running_system.find(self.config) if self._owns_system else None
+                self._owns_system = False
                 if admin is not None:  # no other process would end this system
                     running_system.stop_keeper(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -73,7 +73,7 @@ class RolloutClient(SystemClient):
         self._redelivered_up_to = 0
         """Log position: each train batch finalized up to here is redelivered, or was acknowledged for an old step."""
         self._take_lock = threading.Lock()
-        self._unanswered_take_ids: dict[tuple[int, int | None], str] = {}
+        self._unanswered_take_ids = defaultdict[tuple[int, int | None], list[str]](list)
         """Ids of requests for experiences that timed out without an answer, by number of experiences and step."""
         if resumed_at is not None:
             try:
@@ -280,7 +280,8 @@ class RolloutClient(SystemClient):
         """
         key = (command.n, command.step)
         with self._take_lock:
-            unanswered_id = self._unanswered_take_ids.pop(key, None)
+            unanswered_ids = self._unanswered_take_ids[key]
+            unanswered_id = unanswered_ids.pop() if unanswered_ids else None
         request_id = unanswered_id or uuid.uuid4().hex
         try:
             return self._link.call(command, _with_grace(command.timeout), id=request_id)
@@ -292,7 +293,7 @@ class RolloutClient(SystemClient):
             raise
         except TimeoutError as e:
             with self._take_lock:
-                self._unanswered_take_ids[key] = request_id
+                unanswered_ids.append(request_id)
             raise errors.TakeTimeout(
                 f"the coordinator did not deliver {command.n} experiences within {command.timeout} s. Take as many "
                 "again: if it took some for this request, you get them then") from e
