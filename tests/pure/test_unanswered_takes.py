@@ -31,7 +31,7 @@ def test_each_of_two_equal_takes_that_got_no_answer_is_asked_again_under_its_own
 
     def take() -> None:
         with pytest.raises(TakeTimeout, match="did not deliver 2 experiences"):
-            client._take(TakeExperiences(n=2, timeout=0.1))
+            client._take(TakeExperiences(n=2, timeout=0.1, step=None))
 
     client._link = Silent()
     other = threading.Thread(target=take)
@@ -40,6 +40,6 @@ def test_each_of_two_equal_takes_that_got_no_answer_is_asked_again_under_its_own
     other.join(10)
     client._link = Answering()
     for _ in range(3):
-        client._take(TakeExperiences(n=2, timeout=0.1))
+        client._take(TakeExperiences(n=2, timeout=0.1, step=None))
     assert sorted(ids[:2]) == sorted(ids[2:4])
     assert ids[4] not in ids[:4]
