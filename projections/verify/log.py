@@ -27,7 +27,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.database.urls import file_of, masked
-from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
+from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, check_attachment, evolve_leases
@@ -139,7 +139,7 @@ def verify_open(
     """Check an open log as `verify_log` does. `url`: its URL, to open the payload store."""
     report = Verification(url=log.url)
     claims = remembered_log_end.read_claims(log, url, folder)  # read first, since the log may grow meanwhile
-    with closing(_Fold(log, read_models.projectors())) as fold:
+    with closing(_Fold(log)) as fold:
         report.problems += log.verify(progress, fold)
         report.problems += fold.problems.texts()
         report.notes += fold.notes
@@ -158,13 +158,13 @@ def verify_open(
 class _Fold:
     """Fold of all events into the expected read models and the needed payloads, a Watcher of `EventLog.verify`."""
 
-    def __init__(self, log: EventLog, projectors: Sequence[Projector]) -> None:
+    def __init__(self, log: EventLog) -> None:
         self._log = log
         self.problems, self.notes = Problems(), list[str]()
         self.last = 0
         self.batches: dict[str, tuple[str, int]] = {}
         """Stream -> (state, number of tasks) of each batch."""
-        self._projectors = projectors
+        self._read_models = read_models.ReadModels()
         self._open_batches: dict[str, BatchState] = {}
         self._broken_streams: set[str] = set()
         """Streams with an event that could not be folded."""
@@ -184,8 +184,7 @@ class _Fold:
         self._scratch_connection = self._engine.connect()
         schema.tables.create_all(self._scratch_connection)
         schema.create_triggers(self._scratch_connection)
-        for projector in projectors:
-            projector.create(self._scratch_connection)
+        self._read_models.create(self._scratch_connection)
         self._expected_definitions = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
         schema.drop_triggers(self._scratch_connection)
         self._has_hosts = False
@@ -219,8 +218,7 @@ class _Fold:
         """Fold these events into the expected read models. If a projector fails, report that and stop folding."""
         try:
             self._copy_events_for_projectors(recorded)
-            for projector in self._projectors:
-                projector.apply(self._scratch_connection, recorded)
+            self._read_models.apply(self._scratch_connection, recorded)
             self._scratch_connection.execute(delete(schema.events))
         except errors.LogUnavailable:  # an unreachable database is no problem of the log
             raise
@@ -318,7 +316,7 @@ class _Fold:
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
-        models = read_models.ReadModels
+        models = self._read_models
         query = text("SELECT version FROM es_checkpoint WHERE name = :name")
         older = connection.execute(query, {"name": models.name}).scalar()
         if type(older) is int and 0 < older < models.version:
@@ -385,16 +383,17 @@ class _Fold:
             hash_query = text("SELECT hash FROM es_event WHERE position = :p")
             hashes = {position: connection.execute(hash_query, {"p": position}).scalar()
                       for _, _, position, _, _ in rows if type(position) is int}
-        projectors = {p.name: p for p in self._projectors}
+        models = self._read_models
         for name, version, position, stored_hash, generation in rows:
             checkpoint = f"checkpoint {short(name)}"
-            expected = projectors[name].version if name in projectors else 0
+            is_known = name == models.name
+            expected = models.version if is_known else 0
             if generation != head.generation:
                 self.problems.add(f"{checkpoint}: it has generation {short(generation)}, the log has {head.generation}")
             if version != expected:
                 self.problems.add(f"{checkpoint}: it has version {short(version)}, expected {expected}"
-                                  + (f": {REBUILD}" if name in projectors else ""))
-            if name in projectors and position != head.position:
+                                  + (f": {REBUILD}" if is_known else ""))
+            if is_known and position != head.position:
                 self.problems.add(f"{checkpoint}: it stands at position {short(position)}, the log at {head.position}: "
                                   f"{REBUILD}")
             elif type(position) is not int or not 0 <= position <= head.position:
@@ -402,10 +401,10 @@ class _Fold:
                                   f"{head.position}")
             elif bytes(hashes.get(position) or schema.GENESIS) != stored_hash:
                 self.problems.add(f"{checkpoint}: its hash is not that of position {position}")
-            if name not in projectors:
+            if not is_known:
                 self.problems.add(f"{checkpoint}: no read model has this name")
-        for name in projectors.keys() - {row[0] for row in rows}:
-            self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")
+        if models.name not in [row[0] for row in rows]:
+            self.problems.add(f"checkpoint {models.name!r} is missing: {REBUILD}")
 
     def _check_leases(self, connection: Connection, head: Head) -> None:
         """Compare epoch and owner of each lease with the events that the lease's holders wrote."""

@@ -31,7 +31,6 @@ class Needs:
     def __init__(self, scratch: sqlite3.Connection) -> None:
         self._scratch = scratch
         self._submitted: dict[str, int] = {}  # batch stream -> position of the last submission
-        self._freed: dict[str, int] = {}  # batch stream -> position at which its payloads were last freed
         self.last_position = 0
         """Position of the last noted event."""
         columns = "digest TEXT, owner TEXT, stream TEXT, position INTEGER, task INTEGER"
@@ -101,12 +100,10 @@ class Needs:
 
     def free(self, freed: Mapping[str, int]) -> None:
         """Record batches whose payloads were freed, as {batch stream: position of the PayloadsFreed}."""
-        self._freed |= freed
+        self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(freed.items()))
 
     def remaining(self) -> Iterator[tuple[str, str]]:
         """Remove the payloads of freed batches. Return (digest, owner) of each needed payload, in order of digests."""
-        self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
-        self._freed = {}
         self._scratch.execute(
             "DELETE FROM needed WHERE position < (SELECT position FROM freed WHERE freed.stream = needed.stream)"
         )

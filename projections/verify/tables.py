@@ -85,7 +85,7 @@ def _compare(
                     problems.add(f"table {table}, row {key_text}: {column} is {short(value)}, by the events it is "
                                  f"{short(folded)}")
     if matched_count < expected_count:
-        _report_missing(connection, scratch, problems, table, columns, key)
+        _report_missing(connection, scratch, problems, table, [columns[i] for i in key])
     elif matched_count > expected_count:
         problems.add(f"table {table}: it has {matched_count} rows, expected {expected_count}")
 
@@ -97,10 +97,8 @@ def _expected_row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> t
 
 
 def _report_missing(
-    connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, columns: list[str],
-    key: list[int],
+    connection: Connection, scratch: sqlite3.Connection, problems: Problems, table: str, names: list[str]
 ) -> None:
-    names = [columns[i] for i in key]
     query = text(f"SELECT 1 FROM {table} WHERE " + " AND ".join(f"{name} = :k{i}" for i, name in enumerate(names)))
     for row in scratch.execute(f"SELECT {', '.join(names)} FROM {table}"):
         if connection.execute(query, {f"k{i}": value for i, value in enumerate(row)}).first() is None:
