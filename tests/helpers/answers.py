@@ -18,7 +18,6 @@ def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
 
 
 def evolve_answers(state: dict[str, AnswerState], event: ev.Event) -> None:
-    """Apply one event to `state`, in place."""
     match event:
         case ev.AnswersRecorded():
             for a in event.answers:

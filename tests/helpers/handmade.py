@@ -56,7 +56,6 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
         finished(0, digest, attempt=2, reward=0.1),
     ]
     state = fold(three)
-    assert state is not None
     metrics = {"experience_pipeline/time": 0.1 + 0.2}
     three += [
         ev.BatchFinalizing(),
@@ -70,7 +69,6 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
         finished(0, None),
     ]
     state = fold(evals)
-    assert state is not None
     evals.append(ev.BatchFinalized(result=batch_result(state)))
     opened: list[ev.Event] = [
         ev.BatchSubmitted(batch_id="open", batch_type="train", repeat_times=[2, 2], tasks=[{}, {}]),
@@ -78,7 +76,6 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
     ]
     aborted: list[ev.Event] = [ev.BatchSubmitted(batch_id=4, batch_type="train", repeat_times=[2], tasks=[{}])]
     state = fold(aborted)
-    assert state is not None
     aborted.append(ev.BatchAborted(reason="no longer wanted", result=batch_result(state)))
     return [
         ("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")]),

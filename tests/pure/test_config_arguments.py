@@ -26,26 +26,18 @@ class Mine(SimpleWorkflow):
 
 
 class MineThatSays(SimpleWorkflow):
-    """A user's own that says what it takes."""
-
     ARGS = frozenset({"weight"})
 
 
 class Trainer:
-    """What a user trains with."""
-
     def __init__(self, model_path: str, *, lr: float = 1e-3, clip: float = 0.2) -> None: ...
 
 
 class Takes:
-    """A trainer, or a reward, that takes whatever it is given."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Share:
-    """A reward, which is built."""
-
     def __init__(self, scale: float = 1.0) -> None: ...
 
 
@@ -177,7 +169,6 @@ def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
                                         "workflow into workflow_args; known keys are prompt_key, reply_prefix, "):
         encode_tasks([Task(workflow=SimpleWorkflow, format_args=args) for args in (fine, {"sytem_prompt": "x"})],
                      Config())
-
 
 
 # --- what is given in Python ----------------------------------------------------------------------------------------

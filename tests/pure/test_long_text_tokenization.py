@@ -142,8 +142,6 @@ class ByteLevel:
 
 
 class Bytes(ByteTokenizer):
-    """Tokenizer of bytes that says so."""
-
     backend_tokenizer = SimpleNamespace(decoder=ByteLevel())
 
 

@@ -21,8 +21,7 @@ def messages(workflow: str, prompt: Any, format_args: dict[str, Any] | None = No
     raw = {"prompt": prompt, "question": prompt, "answer": "A", "choices": ["5", "6"], **row}
     task = Task(workflow=workflow, raw_task=raw, format_args=format_args or {}, reward_fn="math_reward")
     made: Any = WORKFLOWS.get(workflow)(task=task, model=None)
-    found: list[dict[str, Any]] = made.format_messages() if hasattr(made, "format_messages") else made.prompt_messages()
-    return found
+    return made.format_messages() if hasattr(made, "format_messages") else made.prompt_messages()
 
 
 NAMES = [name for name in WORKFLOWS.names() if name not in ("verifiers", "openenv")]

@@ -101,7 +101,6 @@ def config(folder: Path) -> trinity_es.Config:
 
 
 def submitted(folder: Path, client: StandInClient, args: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Return the task that a trainer with these settings has played."""
     Rollouts(config(folder), **given)(["c=", "c="], StandInTrainer([{"prompt": "c="}], **args))
     [task] = client.submitted.pop("0/trl-train-0")
     return task

@@ -23,7 +23,6 @@ def said(turns: Turns, rendered: str, text: str, end: str = "$") -> Turn:
 
 
 def goes_on(turns: Turns, rendered: str, sampled: str, rest: str) -> None:
-    """A prompt has the ids of the first prompt, those that were sampled for it, and those of the rest."""
     assert turns.prompt(rendered) == [*turns.encode("U:a|A:"), *map(ord, sampled), *turns.encode(rest)]
 
 

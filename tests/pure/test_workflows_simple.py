@@ -22,8 +22,6 @@ HERE = "tests.pure.test_workflows_simple"
 
 
 class Share(RewardFn):
-    """Share of the response that is the truth."""
-
     def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
         self.scale = scale
 

@@ -60,8 +60,6 @@ class BatchPlan:
 
 
 class Call:
-    """One request, until it is answered."""
-
     def __init__(self, trainer: Trainer, command: Command[Any], done: Callable[[Reply], None]) -> None:
         trainer.last_id += 1
         self.trainer, self.done = trainer, done

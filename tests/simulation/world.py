@@ -157,7 +157,6 @@ class World:
 
     # --- processes --------------------------------------------------------------------------------------------------
     def spawn(self, kind: str, parent: Process | None, system: int | None = None) -> Process:
-        """Start a process with an actor of this kind."""
         self.last_pid += 1
         process = Process(self.last_pid, kind, self.systems if system is None else system, parent, self.now)
         self.processes[process.pid] = process
@@ -354,12 +353,9 @@ worlds: list[World] = []
 
 
 def world() -> World:
-    """Return the current world."""
     return worlds[-1]
 
 
 def here() -> Process:
     """Return the process whose code is running."""
-    process = world().current
-    assert process is not None
-    return process
+    return world().current

@@ -200,11 +200,9 @@ vllm:generation_tokens_total 1e6
 
 def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
     told = parse_load(GAUGES)
-    assert told is not None
     assert (told.running, told.waiting, told.again) == (40, 0, 0)
     assert told.share == told.kv_share == pytest.approx(0.4), "room for more requests"
     waits = parse_load(GAUGES.replace('} 0.0', '} 2.0'))
-    assert waits is not None
     assert (waits.waiting, waits.share) == (4, 1.0), "it runs as many as it takes"
 
 

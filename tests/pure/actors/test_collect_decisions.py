@@ -30,12 +30,10 @@ def opened(*requests: str) -> BatchState:
     state: BatchState | None = None
     for request in requests:
         state = fold(schedule(state, request=request), state)
-    assert state is not None
     return state
 
 
 def run(state: BatchState, task: int, run: int, *, seconds: float = 1.0) -> BatchState:
-    """One run of a task is dispatched and comes back."""
     unit = state.pending[task, run]
     state = evolve(state, ev.TasksDispatched(runner="r", incarnation=1, units=[unit], model_version=0))
     last = len(state.tasks[task].done) + 1 == state.tasks[task].total_runs
@@ -94,7 +92,6 @@ def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:
     assert collect_decisions.end_if_done(state) == []  # nobody has taken them
     state = fold(collect_decisions.take(state, [1, 3], "b"), state) or state
     [end] = collect_decisions.end_if_done(state)
-    assert isinstance(end, ev.BatchFinalized)
     assert (len(end.experiences), end.selected) == (8, 8)
     assert end.result["finished_task_count"] == 4
     assert recomputed_result(state, end) == end.result

@@ -18,9 +18,7 @@ from trinity_es.projections.batch import BatchState, batch_result, fold
 
 
 def batch_of(*events: ev.Event) -> BatchState:
-    found = fold(events)
-    assert found is not None
-    return found
+    return fold(events)
 
 
 class TestSubmit:
@@ -54,7 +52,6 @@ class TestDispatch:
         return Capacity(name=name, incarnation=1, model_version=3, places=4, load=load, limit=limit)
 
     def failed_on_a(self) -> BatchState:
-        """A batch of one unit, whose first attempt failed on runner a."""
         before = [submitted(1), dispatched(unit(), runner="a")]
         failed = outcome(unit(), failed=[(0, "workflow", "x")])
         return batch_of(*before, *batches.apply_outcome(fold(before), "a", 1, failed))
@@ -100,7 +97,6 @@ class TestDispatch:
             done = outcome(u, failed=[(0, "infra", "it is gone")])
             [failed] = (batches.apply_outcome(batch, "a", 1, done, on_servers=True) if infra
                         else batches.lose_runner(batch, "a", 1, "it is gone", on_servers=True))
-            assert isinstance(failed, ev.AttemptFailed)
             assert failed.blamed is (attempt >= batches.MOST_SERVERS_LOST)
             events.append(failed)
             if not failed.retry:
@@ -200,7 +196,6 @@ class TestReopen:
 
 class TestOutcome:
     def came(self, u: ev.Unit, **how: Any) -> Given:
-        """The only task's unit was dispatched, and this came of it."""
         return given(submitted(1, u.runs), dispatched(u)).when(batches.apply_outcome, "runner-0", 1, outcome(u, **how))
 
     def test_all_runs_done_finishes_the_task(self) -> None:
@@ -253,7 +248,6 @@ class TestOutcome:
             batch = fold([submitted(1), dispatched(u, runner="runner-0@b")])
             lacks = replace(outcome(u, failed=[(0, kind, "no module sums")]), lacks=True)
             [failed] = batches.apply_outcome(batch, "runner-0@b", 1, lacks)
-            assert isinstance(failed, ev.AttemptFailed)
             assert (failed.kind, failed.retry, failed.blamed) == ("infra", True, False)
 
     @pytest.mark.parametrize(("runner", "attempt"), [("runner-0", 1), ("runner-0@b", batches.MOST_HOSTS_LACK)])
@@ -261,7 +255,6 @@ class TestOutcome:
         u = unit(attempt=attempt)
         lacks = replace(outcome(u, failed=[(0, "data", "no module sums")]), lacks=True)
         [failed] = batches.apply_outcome(fold([submitted(1), dispatched(u, runner=runner)]), runner, 1, lacks)
-        assert isinstance(failed, ev.AttemptFailed)
         assert (failed.kind, failed.retry, failed.blamed) == ("data", False, True)
 
     def test_bad_data_is_not_attempted_again(self) -> None:
@@ -376,8 +369,6 @@ class TestEnd:
 
 
 class TestRecovery:
-    """What a coordinator that starts makes of the batches that it finds open."""
-
     def half_done(self, **changes: Any) -> list[ev.Event]:
         return [
             submitted(3, **changes), dispatched(unit(0), unit(1)), dispatched(unit(2), runner="runner-1"), finished(0),

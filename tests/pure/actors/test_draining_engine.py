@@ -64,8 +64,6 @@ class Gated:
 
 
 class Served(Gated):
-    """One with an HTTP application of its own."""
-
     async def application(self, name: str, recording: Any) -> Any:
         async def answers(scope: Any, receive: Any, send: Any) -> None:
             if scope["method"] == "POST":
@@ -84,7 +82,6 @@ def finishing(inner: Gated, seconds: float = PATIENCE) -> FinishingEngine:
 
 
 async def settled() -> None:
-    """Let everything run that can."""
     for _ in range(20):
         await asyncio.sleep(0)
 

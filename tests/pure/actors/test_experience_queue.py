@@ -213,7 +213,6 @@ def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
 
 
 def plain(state: QueueState) -> Any:
-    """A state that can be compared."""
     return state.size, dict(state.requests), [
         (d.batch_id, d.version, d.refs, d.model_versions.tolist(), d.use_counts.tolist(),
          np.nan_to_num(d.taken_at).tolist(), d.takes)

@@ -22,7 +22,6 @@ def answer(
 
 
 def kept(segments: list[bytes], earlier: bytes = b"") -> tuple[AttemptKept | None, bytes]:
-    """Return the event about the unit, and its payload's bytes."""
     stored = {"d": earlier}
 
     def put(data: bytes) -> str:
@@ -44,7 +43,6 @@ def test_the_event_counts_what_is_used_and_names_what_is_not() -> None:
         step((7, "s", 4, 3), 6.25, "pay", 0, done=True, value=1),
     ]
     event, data = kept(segments)
-    assert event is not None
     assert (event.calls, event.open_calls, event.tokens, event.steps) == (2, 1, 37, 1)
     assert event.not_kept == {"json_schema": 40}
     assert (event.attempt, event.runs, event.seconds, event.runner, event.incarnation) == (1, 2, 6.25, "runner-0", 3)
@@ -55,7 +53,6 @@ def test_a_later_attempt_in_the_same_life_leaves_out_what_failed_before_it_and_a
     run = (7, "s", 4, 2)
     more = chunk(run, 2.0, "b", 0, 0, 20, KeptAnswer(tokens=[9] * 5, spans=[[0, 0, 25]]))
     event, data = kept([answer(2, "x", 50), attempt(run, 2), more], earlier=answer(2, "b", 20))
-    assert event is not None
     assert (event.open_calls, event.tokens) == (1, 25)
     assert [len(a.tokens) for answers in kept_runs([data])[2].calls.values() for a in answers.values()] == [25]
 
@@ -71,7 +68,6 @@ def test_whatever_can_not_go_on_is_named_with_its_tokens() -> None:
     begin = chunk(run, 1.0, "b", 0, 0, 0, KeptAnswer(tokens=[9] * 10, spans=[[0, 0, 10]], max_tokens=64))
     after = chunk(run, 2.0, "b", 0, 0, 14, KeptAnswer(tokens=[9] * 5, spans=[[0, 0, 19]], max_tokens=64))
     event, _ = kept([spliced + begin + after])
-    assert event is not None
     assert event.not_kept == {"8 splices": 30, "a gap in the journal": 5}
     assert (event.open_calls, event.tokens, event.max_tokens) == (1, 10, 64)
     assert kept_text(event) == ("token 10 of 64, kept by runner-0 #3; 30 tokens can't go on because of 8 splices; "

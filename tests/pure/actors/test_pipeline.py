@@ -63,8 +63,6 @@ class Asking(ExperienceOperatorV1):
 
 
 class PlainWithAll(ExperienceOperator):
-    """The same methods, none of them a coroutine."""
-
     def __init__(self, told: list[str]) -> None:
         self.told = told
 

@@ -76,7 +76,6 @@ def test_a_step_is_recorded_before_its_function_is_called_and_before_its_value_i
 
     def look() -> None:
         kept = writer.kept()
-        assert kept is not None
         seen.extend((s.done, len(kept.steps)) for s in kept.steps.values())
 
     def play(make: Callable[..., Any]) -> None:

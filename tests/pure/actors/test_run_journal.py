@@ -157,7 +157,6 @@ def test_what_the_engine_would_forget_begins_again_and_is_named(field: str) -> N
         assert engine.asked[1][0] == PROMPT
         assert answer.splices == ()
         kept = writer.kept()
-        assert kept is not None
         assert [a.forbids for answers in kept.calls.values() for a in answers.values()] == [field]
 
     play(test)
@@ -272,7 +271,6 @@ def test_an_engine_that_can_t_show_its_tokens_costs_the_journal_alone() -> None:
         assert writer.data == b""
         [answer] = await whole(engine, RunJournal(RUN, writer), PROMPT, sampling)
         kept = writer.kept()
-        assert kept is not None
         [[complete]] = [list(answers.values()) for answers in kept.calls.values()]
         assert complete.tokens == answer.token_ids
 
@@ -337,7 +335,6 @@ def test_an_engine_that_asks_twice_and_takes_the_other_answer_is_recorded_as_it_
             await engine.tick(1)
             writer.look()
         kept = writer.kept()
-        assert kept is not None
         [[answer]] = [list(answers.values()) for answers in kept.calls.values()]
         assert answer.tokens == asking.result()[0].token_ids
 

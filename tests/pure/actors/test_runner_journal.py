@@ -20,8 +20,6 @@ ONE, TWO = (1, "s", 0, 0), (1, "s", 1, 0)
 
 
 class Memory:
-    """A store in memory, which refuses while `full`."""
-
     def __init__(self, quick: bool = False) -> None:
         self.quick = quick
         self.segments: dict[int, bytes] = {}

@@ -50,7 +50,6 @@ def state(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Config]:
-    """A config whose model has the tensors of `state`."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"tie_word_embeddings": true}')
@@ -121,7 +120,6 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     told = why_unloadable(str(folder), None, False)
-    assert told is not None
     assert "model.safetensors can't be read" in told
 
 
@@ -354,8 +352,6 @@ def test_it_is_told_since_when_a_runner_loads() -> None:
 
 # --- the engine's side ----------------------------------------------------------------------------------------------
 class Transferring(StandIn):
-    """AsyncLLM with vLLM's weight transfer."""
-
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.init = request["init_info"]
         self.note("init")

@@ -226,8 +226,6 @@ def test_an_unknown_name_says_what_is_known_and_what_to_do() -> None:
 
 
 class ChangesItsRow(Workflow):
-    """Takes out of its task what it is given."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -257,8 +255,6 @@ def test_each_run_has_a_task_of_its_own(workflow: type[Any], mode: str) -> None:
 
 
 class Counted(Workflow):
-    """Counts its runs that have begun, and those that play now; each waits some turns of the loop."""
-
     is_async = True
     begun = playing = most = 0
 

@@ -82,7 +82,6 @@ def test_what_json_can_not_hold_is_refused_by_the_name_of_its_field(bad: object)
 def test_a_number_and_the_text_of_it_stay_different(batch_id: int | str) -> None:
     event = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
     back = decode("BatchSubmitted", event.schema_version, encode(event))
-    assert isinstance(back, ev.BatchSubmitted)
     assert back.batch_id == batch_id
     assert type(back.batch_id) is type(batch_id)
 

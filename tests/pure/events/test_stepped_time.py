@@ -43,7 +43,6 @@ def log(tmp_path: Path, machine: Machine) -> Iterator[EventLog]:
 
 
 def append(log: EventLog) -> float:
-    """One event more; the time that it got."""
     version = log.stream_version("batch/1")
     done = log.append([Write(stream="batch/1", expected_version=version, events=[EVENT])], commit_id=f"c{version}")
     assert len(done.recorded) == 1
@@ -65,8 +64,6 @@ def test_one_append_while_the_clock_was_an_hour_ahead_is_named_and_the_time_of_t
     assert back - first == pytest.approx(120, abs=5)
     assert last - back == pytest.approx(60, abs=5)
     there, and_back = [r.event for r in log.clock_steps()]
-    assert isinstance(there, ev.ClockStepped)
-    assert isinstance(and_back, ev.ClockStepped)
     assert (there.seconds, and_back.seconds) == (pytest.approx(3600, abs=1), pytest.approx(-3600, abs=1))
     assert [r.type for r in log.read()] == [
         "BatchAborted", "ClockStepped", "BatchAborted", "ClockStepped", "BatchAborted", "BatchAborted",

@@ -37,7 +37,6 @@ def one_run(task: int) -> ev.RunsFinished:
 def finalized(*events: ev.Event) -> Events:
     begun = [SUBMITTED, SENT, *events]
     state = fold(begun)
-    assert state is not None
     return [*begun, ev.BatchFinalizing(), ev.BatchFinalized(result=batch_result(state))]
 
 

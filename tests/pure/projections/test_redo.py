@@ -86,7 +86,6 @@ def test_the_payload_that_it_had_is_needed_no_longer(log: Log) -> None:
 def test_its_result_is_that_of_a_batch_in_which_it_ran_once(log: Log) -> None:
     again = log.replay(1)
     once = fold([story("d" * 64)[0], finished(0, "d" * 64, attempt=2, reward=0.25)])
-    assert once is not None
     assert batch_result(again) == batch_result(once)
 
 
