@@ -1,16 +1,25 @@
-"""What a host that joins must have, and what Ray is asked for it: no process, no Ray, no GPU."""
+"""What a host that joins must have, how it reads the run's config and leaves, what Ray is asked for: no process, no Ray.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.helpers.handmade import write
+from trinity_es.actors import messages
 from trinity_es.actors.engines.devices import device_environment, first_gpus
+from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.config.config import Config
-from trinity_es.events.errors import ConfigError
-from trinity_es.hosts.join import require_gpus
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, SyncError
+from trinity_es.hosts.join import HostRun, host_config, require_gpus
 from trinity_es.hosts.run_on_ray import Agent, head_config, host_resources
 
 
@@ -101,3 +110,67 @@ def test_an_agent_that_can_t_do_its_work_says_so_and_goes_on_trying(
     finally:
         agent.leave("the test ends")
     assert not agent._thread.is_alive()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A log whose run has a judge besides its rollout model."""
+    made = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    judge = {"name": "judge", "engine_type": "scripted", "model_path": "/head/judge"}
+    explorer: dict[str, Any] = {
+        "rollout_model": {"engine_type": "scripted", "model_path": "/head/model"}, "auxiliary_models": [judge]}
+    config = Config.from_dict({"explorer": explorer, "store": {"url": made}}, folder=tmp_path)
+    write(tmp_path / "log.sqlite", [(ev.SystemConfigured.stream, [ev.SystemConfigured(config=config.masked())])])
+    return made
+
+
+@pytest.mark.parametrize("override", [
+    "explorer.auxiliary_models=[]", "explorer.auxiliary_models=null",
+    "explorer.auxiliary_models=[{name: judge, engine_type: scripted, engine_num: 0}]",
+])
+def test_a_host_without_a_model_that_tasks_ask_is_refused_with_the_way_out(
+    url: str, tmp_path: Path, override: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"no engine of judge, but .*engine_type http"):
+        host_config(url, "b", [override], tmp_path / "logs")
+
+
+def test_models_lie_on_a_host_where_they_were_pulled_to(url: str, tmp_path: Path) -> None:
+    as_it_is = host_config(url, "b", [], tmp_path / "logs")
+    assert as_it_is.explorer.rollout_model.model_path == "/head/model"
+    folders = {"/head/model": "/here/one", "/head/judge": "/here/two"}
+    config = host_config(url, "b", [], tmp_path / "logs", model_folders=folders)
+    assert config.explorer.rollout_model.model_path == "/here/one"
+    assert [m.model_path for m in config.explorer.auxiliary_models] == ["/here/two"]
+
+
+def guardian(epoch: int) -> tuple[Any, list[Any], list[str]]:
+    sent: list[Any] = []
+    ended: list[str] = []
+    it = SimpleNamespace(
+        config=SimpleNamespace(host="b"), stopping=False, epoch=epoch, coordinator_address="agent",
+        send=lambda to, message: sent.append(message), end=ended.append, log=logging.getLogger(__name__))
+    return it, sent, ended
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_a_host_that_no_head_took_in_ends_at_once_and_another_is_to_be_drained(epoch: int) -> None:
+    it, sent, ended = guardian(epoch)
+    for _ in range(2):
+        Guardian.on_HostLeaves(it, messages.HostLeaves("SIGTERM"), None)
+    assert bool(ended) == (epoch == 0)
+    assert len(sent) == (2 if epoch else 0), "each word goes on: the one before may be lost"
+
+
+def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
+    run = HostRun("postgresql://nowhere/run", "b", [], tmp_path, report=lambda text: None)
+    run.leave("SIGTERM", 30.0)
+    begun = time.monotonic()
+
+    async def pull() -> Path:
+        await asyncio.sleep(60.0)
+        return tmp_path
+
+    with pytest.raises(SyncError, match="this host is leaving"):
+        asyncio.run(run._await_unless_leaving(pull()))
+    assert time.monotonic() - begun < 5.0

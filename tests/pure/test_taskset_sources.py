@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.safe_text import summary
-from trinity_es.tasksets import hub
+from trinity_es.tasksets import hub, reasoning_gym
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
 COMMIT = "0123456789" * 4
@@ -329,3 +330,15 @@ def test_j4_a_log_of_such_a_run_is_read_without_the_packages(tmp_path: Path, com
 def test_j4_its_pages_are_shown_without_the_packages(tmp_path: Path, page: str) -> None:
     with TestClient(create_app(str(made_log(tmp_path))), base_url="http://localhost") as client:
         assert client.get(page).status_code == 200
+
+
+def test_a_syntax_warning_of_what_reasoning_gym_imports_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reasoning_gym.py").write_text('NEVER = 1 is "a"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reasoning_gym._require_package().NEVER is False
+    del sys.modules["reasoning_gym"]
