@@ -1,4 +1,4 @@
-"""What a host that joins must have, how it reads the run's config and leaves, what Ray is asked for: no process, no Ray.
+"""What a host that joins must have, how it reads the run's config and leaves, what Ray is asked for: without Ray.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""P2, P9: workflows under the names that users of the known system have subclassed, and what they read of a task; the script
-of the scripted engine.
+"""P2, P9: workflows under the names that users of the known system have subclassed, and what they read of a task;
+the script of the scripted engine.
 """
 
 from __future__ import annotations

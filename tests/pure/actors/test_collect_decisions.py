@@ -50,21 +50,16 @@ def done(state: BatchState, *tasks: int) -> BatchState:
     return state
 
 
-def test_p17_tasks_that_join_are_numbered_on_and_wait_behind() -> None:
+def test_p17_tasks_that_join_are_numbered_on_and_wait_behind_and_a_repeated_request_changes_nothing() -> None:
     state = opened("one", "two")
     assert list(state.pending) == [(t, r) for t in range(4) for r in range(2)]
     assert (state.expected_task_count, state.submission, state.additions) == (4, "one", {"two": 2})
+    assert schedule(state, request="one") == schedule(state, request="two") == []
     [event] = schedule(state, request="three", evals=[1])
     assert isinstance(event, ev.TasksAdded)
     assert event.evals == [5]
     assert [task.is_eval for task in evolve(state, event).tasks] == [False] * 5 + [True]
     assert codec.check(event)[1] == event
-
-
-def test_p17_the_same_request_again_changes_nothing() -> None:
-    state = opened("one", "two")
-    assert schedule(state, request="one") == []
-    assert schedule(state, request="two") == []
 
 
 def test_p17_what_cant_be_scheduled() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,21 +53,20 @@ def test_what_is_no_key_is_refused(file: Path, content: str, wrong: str) -> None
         read_key(str(file))
 
 
-def test_nobody_waits_for_a_pipe_of_this_name(file: Path) -> None:
+def make_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file, 0o600)
-    with pytest.raises(WrongKey, match="no regular file"):
-        read_host_key(str(file))
 
 
-def test_a_file_that_is_missing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"):
-        read_host_key(str(tmp_path / "nowhere"))
-
-
-def test_others_must_not_read_it(file: Path) -> None:
-    file.chmod(0o640)
-    with pytest.raises(WrongKey, match="others can read the key file"):
+@pytest.mark.parametrize(("spoil", "wrong"), [
+    (make_pipe, "no regular file"), (lambda file: file.chmod(0o640), "others can read the key file"),
+    (Path.unlink, r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"),
+], ids=["a pipe, which nobody waits for", "others can read it", "missing"])
+def test_what_is_no_file_of_our_own_is_refused_with_the_way_out(
+    file: Path, spoil: Callable[[Path], None], wrong: str
+) -> None:
+    spoil(file)
+    with pytest.raises(WrongKey, match=wrong):
         read_host_key(str(file))
 
 

@@ -179,18 +179,13 @@ def test_a_failure_of_the_infrastructure_is_not_kept_as_the_value_of_a_step() ->
 
 @BOTH
 @pytest.mark.parametrize("writer", [None, Written()])
-def test_what_is_no_plain_json_names_the_step(sync: bool, writer: Written | None) -> None:
+def test_what_is_no_plain_json_or_no_function_names_the_step(sync: bool, writer: Written | None) -> None:
     calls: list[Any] = []
     with pytest.raises(WorkflowError, match=r"the arguments of step 'pay' must be plain JSON, but \[1\] is a object"):
         life(lambda make: make("pay", calls.append, 1, object()), None, writer, sync)
     assert calls == []
     with pytest.raises(WorkflowError, match=r"the value of step 'pay' must be plain JSON, but \.at is a set"):
         life(lambda make: make("pay", lambda: {"at": {1}}), None, writer, sync)
-
-
-@BOTH
-@pytest.mark.parametrize("writer", [None, Written()])
-def test_a_step_without_a_function_is_named(sync: bool, writer: Written | None) -> None:
     with pytest.raises(WorkflowError, match=r"step 'pay' needs a function, and got 3: give the function and its arg"):
         life(lambda make: make("pay", 3), None, writer, sync)
 
