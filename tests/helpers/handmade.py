@@ -13,9 +13,10 @@ from typer.testing import CliRunner, Result
 from tests.helpers.paths import ROOT as ROOT
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.values import batch_stream
+from trinity_es.events.store.log import EventLog, Recorded, Write
+from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 
 EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
@@ -94,6 +95,13 @@ def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
                 version = log.stream_version(stream)
                 log.append([Write(stream=stream, expected_version=version, events=[event])],
                            commit_id=f"{stream}/{version}")
+
+
+def recorded(folder: Path, batch_id: BatchId, *events: ev.Event) -> list[Recorded]:
+    """Write the events of a batch into a log, one commit each, and read them."""
+    write(folder / "log.sqlite", [(batch_stream(batch_id), list(events))])
+    with open_log(str(folder / "log.sqlite")) as log:
+        return list(log.events(batch_id))
 
 
 def copied(log: Path, to: Path) -> None:

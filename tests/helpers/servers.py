@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -72,14 +73,10 @@ class ServerProcess:
             process.wait()
 
     def ask(self, path: str) -> Any:
-        import json
-
         with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
             return json.loads(answer.read())
 
     def tell(self, path: str, **told: Any) -> None:
-        import json
-
         asked = urllib.request.Request(f"{self.url}{path}", json.dumps(told).encode(), method="POST")
         urllib.request.urlopen(asked, timeout=5).close()
 

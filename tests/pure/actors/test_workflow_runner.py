@@ -364,11 +364,8 @@ def test_metrics_that_a_trainer_may_not_give_either_fail_their_run(metrics: dict
             read_fields(AcknowledgeBatch, "acknowledge", {"batch_id": 1, "step": 1, "metrics": metrics})
 
 
-def test_requests_without_a_name_are_given_token_by_token_side_by_side() -> None:
+async def test_requests_without_a_name_are_given_token_by_token_side_by_side() -> None:
     engine = ScriptedEngine(EngineConfig(model_path="", options={"token_seconds": 0.001}))
 
-    async def sizes() -> list[int]:
-        answers = await asyncio.gather(*(engine.generate("question", Sampling(max_tokens=n)) for n in (2, 5)))
-        return [len(answer.token_ids) for [answer] in answers]
-
-    assert asyncio.run(sizes()) == [2, 5]
+    answers = await asyncio.gather(*(engine.generate("question", Sampling(max_tokens=n)) for n in (2, 5)))
+    assert [len(answer.token_ids) for [answer] in answers] == [2, 5]

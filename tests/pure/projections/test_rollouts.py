@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.handmade import finished, history, unit, write
+from tests.helpers.handmade import finished, history, recorded, unit, write
 from tests.helpers.story import Story
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.values import FailureKind, batch_stream
+from trinity_es.events.values import FailureKind
 from trinity_es.projections.history.attempts import fold_timeline, select_runs
 from trinity_es.projections.history.runner_work import work_of
 from trinity_es.projections.reading.log_reader import open_log
@@ -54,13 +54,9 @@ def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_t
     def sent(attempt: int) -> ev.TasksDispatched:
         return ev.TasksDispatched(runner="r", incarnation=1, units=[unit(0, attempt)], model_version=7)
 
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id="a/b", batch_type="train", repeat_times=[2], tasks=[{}], max_attempts=2),
-        sent(1), failed(1, True), sent(2), failed(2, False),
-    ]
-    write(tmp_path / "log.sqlite", [(batch_stream("a/b"), events)])
-    with open_log(str(tmp_path / "log.sqlite")) as log:
-        found = fold_timeline(log.events("a/b"))
+    submitted = ev.BatchSubmitted(batch_id="a/b", batch_type="train", repeat_times=[2], tasks=[{}], max_attempts=2)
+    events = recorded(tmp_path, "a/b", submitted, sent(1), failed(1, True), sent(2), failed(2, False))
+    found = fold_timeline(events)
     assert [(r.run, r.outcome, r.message, r.attempt, r.payload) for r in found.rows] == [
         (0, "timeout", "attempt 2", 2, None), (1, "timeout", "attempt 2", 2, None)]
     assert found.rows[0].dispatched_version == 7
@@ -111,12 +107,8 @@ def test_an_attempt_that_finished_some_runs_and_failed_at_others_took_its_time_o
     failed = [ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[run], attempt=1, runner="runner-1", incarnation=1,
                                kind=kind, message="", retry=False, seconds=1.25)
               for run, kind in enumerate(kinds, 2)]
-    write(tmp_path / "log.sqlite", [("batch/1", [
-        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[4], tasks=[{}]),
-        ev.TasksDispatched(runner="runner-1", incarnation=1, model_version=4,
-                           units=[ev.Unit(task=0, run_id_base=0, runs=4, attempt=1)]),
-        made, *failed,
-    ])])
-    with open_log(str(tmp_path / "log.sqlite")) as log:
-        work = work_of(log.events(1), "runner-1")
+    submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[4], tasks=[{}])
+    sent = ev.TasksDispatched(runner="runner-1", incarnation=1, model_version=4,
+                              units=[ev.Unit(task=0, run_id_base=0, runs=4, attempt=1)])
+    work = work_of(recorded(tmp_path, 1, submitted, sent, made, *failed), "runner-1")
     assert (work.seconds, work.runs, dict(work.failures)) == (1.25, 2, {"workflow": 1, "data": 1})
