@@ -119,9 +119,7 @@ def has_settled(head: Head, tasks: int) -> bool:
 
 
 @contextmanager
-def host_joins(
-    url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()
-) -> Iterator[JoinedHost]:
+def host_joins(url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> Iterator[JoinedHost]:
     host = JoinedHost(url, name, folder, *options, inside=inside)
     try:
         yield host

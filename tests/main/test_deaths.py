@@ -104,9 +104,7 @@ def always_one(response: str, prompt: str, truth: str | None) -> float:
     return 1.0
 
 
-def test_when_everything_died_starting_again_goes_on_from_the_last_finished_task(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_when_everything_died_a_new_start_runs_no_ended_task_again(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")

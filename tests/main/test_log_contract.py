@@ -127,9 +127,7 @@ class TestOnce:
         assert (again.first_position, again.last_position) == (1, 3)
         assert log.head().position == 4
 
-    def test_a_repeated_commit_is_recognised_from_another_process_and_by_a_writer_that_loaded_anew(
-        self, open_log: Open
-    ) -> None:
+    def test_a_repeated_commit_is_recognised_from_another_process_by_a_new_writer(self, open_log: Open) -> None:
         write(open_log(), "a", 0, 1, commit="c")
         other = open_log()
         assert other.append(
@@ -203,9 +201,7 @@ class TestLease:
         with EventLog.open(store_url) as origin:
             assert origin.read_lease("coordinator") == theirs
 
-    def test_its_holder_has_it_in_a_store_that_was_moved_and_in_a_copy_that_was_put_in_its_place(
-        self, log: EventLog, store_url: str
-    ) -> None:
+    def test_its_holder_has_it_in_a_moved_store_and_in_a_copy_in_its_place(self, log: EventLog, store_url: str) -> None:
         lease = log.acquire_lease("coordinator", {"pid": 7, "host": "here"})
         log.close()
         name = Path(str(parse_url(store_url).database)).name
@@ -229,9 +225,7 @@ class TestLease:
 
 
 class TestOrder:
-    def test_a_reader_does_not_skip_events_of_a_slow_transaction_that_began_before_a_faster_one(
-        self, open_log: Open
-    ) -> None:
+    def test_a_reader_does_not_skip_events_of_a_slow_transaction_that_began_earlier(self, open_log: Open) -> None:
         inside, go = threading.Event(), threading.Event()
 
         def slowly(_recorded: object) -> None:

@@ -378,9 +378,7 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     assert len(problems(tmp_path, named.replace("rewrad", "reward"))) == 1
 
 
-def test_check_tells_what_to_install_for_the_reward_that_a_workflow_brings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_tells_what_to_install_for_a_workflow_s_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     text = SCRIPTED + "buffer: {explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: %s}]}}"
     brought, named = text % "async_math_workflow", text % "single_turn, reward_fn: gsm8k_reward"

@@ -152,9 +152,7 @@ def test_a_file_where_checkpoints_are_to_lie_is_refused(tmp_path: Path) -> None:
     ({"temperature": -1.0}, "temperature is -1.0: give a number, 0 (greedy) or more"),
     ({"n": True}, "n is True: give an integer, 1 to 4,096"),
 ])
-def test_sampling_that_can_t_be_is_refused_before_anything_starts(
-    tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
+def test_sampling_that_can_t_be_is_refused_before_a_start(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     [problem] = problems(tmp_path, {"rollout_args": given})
     assert f"{TASKSET}.rollout_args is wrong: {said}" in problem
     with pytest.raises(DataError, match=r"^task 1: rollout_args: ") as refused:

@@ -111,9 +111,7 @@ def test_p48_a_template_that_drops_reasoning_leaves_its_last_turns_to_learn_from
     (Forgetful(), "a2$\n", "a2$."), (Opening(), "a1$\nU:q2|A:a2$\n", "a1$........a2$."),
 ], ids=["plain", "tokens that merge over the edge of a turn belong to it", "a turn that is rendered differently later",
         "what opens an answer need not stay in it"])
-def test_p48_the_mask_covers_what_the_assistant_wrote_and_its_end_of_turn_alone(
-    tokenizer: ByteTokenizer, response: str, shown: str
-) -> None:
+def test_p48_the_mask_covers_the_assistant_s_turns_alone(tokenizer: ByteTokenizer, response: str, shown: str) -> None:
     assert acted(tokenizer) == (response, shown)
 
 

@@ -153,9 +153,7 @@ def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any
     (None, 0), ({"step": 5, "total_steps": 9, "complete": False}, 1),
     ({"step": 9, "total_steps": 9, "complete": True}, 0),
 ])
-def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
-    run: dict[str, Any] | None, told: int
-) -> None:
+def test_a_system_that_ends_with_its_owner_is_a_problem_if_work_is_left(run: dict[str, Any] | None, told: int) -> None:
     ends = "process 5, which had started it, has ended"
     found = wrong(DOWN | {"ends": ends, "run": run})
     assert len(found) == told
@@ -192,9 +190,7 @@ def test_since_when_nobody_asks_for_anything_is_told(step: int | None, said: str
         f"nothing is wrong here, and no batch is open: the last, 7, was finalized 3 min 20 s ago{said}\n")
 
 
-def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_is_not_there_may_come_after_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'log.sqlite'}"
     config = Config.model_validate({"store": {"url": url}})
     EventLog.open(url, create=True, projectors=projectors()).close()
@@ -216,9 +212,7 @@ def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
     assert said().endswith("the system is starting: its coordinator is not up yet")
 
 
-def test_batches_are_told_as_the_log_has_them_which_is_read_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_told_by_the_log_which_is_read_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'log.sqlite'}"
     config = Config.model_validate({"store": {"url": url}})
 

@@ -34,9 +34,7 @@ def config(*auxiliary: dict[str, Any], hosts: dict[str, Any] | None = None, url:
 @pytest.mark.parametrize(("gpus", "said"), [
     ("0,1,2,3", ""), ("0,1", "judge needs 4"), ("3", "rollout_model needs 2"), ("", ""),
 ])
-def test_a_host_whose_gpus_an_engine_does_not_fit_on_is_refused(
-    gpus: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_with_too_few_gpus_is_refused(gpus: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     given = config({"name": "judge", "tensor_parallel_size": 4}, tensor_parallel_size=2)
     if not said:
@@ -96,9 +94,7 @@ def test_certificates_between_hosts_are_refused_by_name() -> None:
         config(hosts={"address": "10.0.0.1:7700", "tls": {"cert": "/c.pem"}})
 
 
-def test_an_agent_that_can_t_do_its_work_says_so_and_goes_on_trying(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_can_t_work_says_so_and_goes_on_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_ES_KEY", "to be put back")
     monkeypatch.chdir(tmp_path)
     agent = Agent({"config": {"unknown": 1}, "key": "k" * 40, "folder": "/nowhere"}, 0)
@@ -128,9 +124,7 @@ def url(tmp_path: Path) -> str:
     "explorer.auxiliary_models=[]", "explorer.auxiliary_models=null",
     "explorer.auxiliary_models=[{name: judge, engine_type: scripted, engine_num: 0}]",
 ])
-def test_a_host_without_a_model_that_tasks_ask_is_refused_with_the_way_out(
-    url: str, tmp_path: Path, override: str
-) -> None:
+def test_a_host_without_a_model_that_tasks_ask_is_refused(url: str, tmp_path: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"no engine of judge, but .*engine_type http"):
         host_config(url, "b", [override], tmp_path / "logs")
 

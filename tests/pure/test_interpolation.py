@@ -114,9 +114,7 @@ def test_what_looks_like_one_in_the_end_goes_through_the_dict(tmp_path: Path) ->
     assert config.masked()["trainer"]["args"] == config.trainer.args
 
 
-def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_named_as_a_secret_is_one_under_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "hunter2-of-judge")
     args: dict[str, Any] = {
         "api_key": "${oc.env:A,x}", "plain": "${oc.env:JUDGE_API_KEY}", "within": "Key ${oc.env:JUDGE_API_KEY}",

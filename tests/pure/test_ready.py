@@ -32,9 +32,7 @@ def status(states: dict[str, str], wanted: dict[str, bool], quarantined: str = "
     ({"runner-0": "ready", "runner-1": "lost"}, {"runner-0": True, "runner-1": False}, "runner-1"),
     ({"runner-0": "ready", "runner-1": "ready"}, {"runner-0": True, "runner-1": True}, ""),
 ])
-def test_a_start_waits_for_no_server_that_was_taken_away(
-    states: dict[str, str], wanted: dict[str, bool], quarantined: str
-) -> None:
+def test_a_start_waits_for_no_removed_server(states: dict[str, str], wanted: dict[str, bool], quarantined: str) -> None:
     wait_ready(lambda: status(states, wanted, quarantined), 0.0, runners=2, servers=2, logs="logs")
 
 
@@ -64,9 +62,7 @@ def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
     )
 
 
-def test_a_start_that_gives_up_says_what_is_wrong_with_the_list_of_servers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_start_that_gives_up_says_what_is_wrong_with_the_list_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
     now = status({}, {}) | {"server_list": "the list of servers (/l): it is no regular file"}
     with pytest.raises(StartupError, match=r"after 0\.0 s: the list of servers \(/l\): it is no regular file"):
         wait_ready(lambda: now, 0.0, runners=1, logs="logs")
@@ -100,9 +96,7 @@ def test_a_runner_that_loads_weights_is_not_ready_yet(capsys: pytest.CaptureFixt
     wait_ready(lambda: now, 0.0, runners=1, logs="logs")
 
 
-def test_a_program_without_logging_is_told_on_stderr_and_another_by_its_logging(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_program_is_told_by_its_logging_or_without_one_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.Logger("bare")
     report_progress(logger, "engines load: 3 %")
     assert capsys.readouterr() == ("", "engines load: 3 %\n")
@@ -115,18 +109,14 @@ def test_a_program_without_logging_is_told_on_stderr_and_another_by_its_logging(
     (0, 0, "0.500"), (2, 0, "0.500 (2 runs missing)"), (0, 3, "0.500 (3 filtered out)"),
     (1, 3, "0.500 (1 run missing, 3 filtered out)"),
 ])
-def test_a_step_s_mean_reward_says_what_it_is_not_over_and_what_is_not_trained_on(
-    missing: int, dropped: int, line: str
-) -> None:
+def test_a_step_s_mean_reward_says_what_it_leaves_out(missing: int, dropped: int, line: str) -> None:
     assert step_reward(0.5, missing, dropped) == line
 
 
 SYSTEM: dict[str, Any] = {"admin": {"pid": 1}, "memory": "/nowhere"}
 
 
-def test_a_start_that_was_killed_is_made_again_until_one_says_that_no_system_is_needed(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_was_killed_is_made_again_until_no_system_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = iter([(0, SYSTEM), (-9, None), (1, None), (0, None)])
     asked: list[Any] = []
     monkeypatch.setattr(keeper, "_wait_for_end", lambda system, remember: "it is gone")

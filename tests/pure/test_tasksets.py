@@ -71,9 +71,7 @@ def test_the_tasksets_of_the_examples_can_be_read() -> None:
     n=st.integers(1, 12), epochs=st.integers(1, 4), shuffle=st.booleans(), seed=st.integers(0, 5),
     cuts=st.lists(st.integers(0, 15), max_size=8),
 )
-def test_every_row_comes_once_an_epoch_however_it_is_cut(
-    n: int, epochs: int, shuffle: bool, seed: int, cuts: list[int]
-) -> None:
+def test_every_row_comes_once_an_epoch(n: int, epochs: int, shuffle: bool, seed: int, cuts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tasks = taskset(Path(folder, "a.jsonl"), rows(n), epochs=epochs, shuffle=shuffle, seed=seed)
         read = drain(tasks, cuts)
@@ -250,9 +248,7 @@ def test_p33_a_parquet_file_and_a_dataset_directory_are_read_as_jsonl_is(tmp_pat
     ([{"question": "a"}, {"question": "b"}], r"no prompt: the key 'prompt' is missing \(there are: question\)"),
     ([{"prompt": "a"}] * 3 + [{"prompt": None}, {"prompt": "b"}], "row 3: the prompt is null"),
 ])
-def test_p33_bad_columns_are_named_before_anything_runs(
-    tmp_path: Path, kind: str, samples: list[dict[str, Any]], said: str
-) -> None:
+def test_p33_bad_columns_are_named_at_once(tmp_path: Path, kind: str, samples: list[dict[str, Any]], said: str) -> None:
     refused(write(tmp_path, kind, samples), said)
 
 

@@ -88,9 +88,7 @@ CALL = "<call>{f(x)}</call>"
     (f"<think>so</think>\n\n{CALL}", f"<think>\nso\n</think>{CALL}"), ("a [TOOL_CALLS] [x]", "a[TOOL_CALLS][x]"),
     (f"{CALL}{CALL}", f"{CALL}\n{CALL}"),
 ])
-def test_other_white_space_beside_the_marks_of_an_answer_breaks_no_conversation(
-    turns: Turns, text: str, again: str
-) -> None:
+def test_white_space_beside_the_marks_of_an_answer_breaks_no_conversation(turns: Turns, text: str, again: str) -> None:
     """Agents' command lines cut the text before a tool call and pad reasoning; templates write their own."""
     said(turns, "U:a|A:", text)
     goes_on(turns, f"U:a|A:{again}$\nU:b|A:", f"{text}$", "\nU:b|A:")
@@ -170,9 +168,7 @@ def test_a_fork_is_one_too_where_an_older_answer_is_gone_on_from(turns: Turns) -
     assert turns.forks == 1
 
 
-def test_the_end_of_a_turn_is_not_dropped_for_a_stop_text_that_is_in_what_the_template_writes_there(
-    turns: Turns
-) -> None:
+def test_a_stop_text_that_the_template_writes_too_does_not_drop_the_end_of_a_turn(turns: Turns) -> None:
     said(turns, "U:a|A:", "4", end="\n")
     goes_on(turns, "U:a|A:4$\nU:b|A:", "4\n", "$\nU:b|A:")
     plain = of_texts(Marks(asks="A:", closes="\n", ends="\n"))

@@ -264,9 +264,7 @@ async def test_places_become_more_and_fewer_while_units_wait_and_play() -> None:
 
 
 @pytest.mark.parametrize(("given", "full", "count"), [("auto", False, 128), ("auto", True, 64), (64, False, 64)])
-def test_places_follow_an_engine_unless_a_number_is_given_or_units_wait_for_processes(
-    given: Any, full: bool, count: int
-) -> None:
+def test_places_follow_an_engine_unless_a_number_is_given_or_workers_full(given: Any, full: bool, count: int) -> None:
     places, told = Places(given), list[int]()
     engine, workers = SimpleNamespace(on_load=None), SimpleNamespace(full=full)
     places.watch(cast(Any, engine), lambda: told.append(places.count), cast(Any, workers))

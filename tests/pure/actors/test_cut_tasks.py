@@ -68,9 +68,7 @@ def test_only_what_an_ended_batch_cut_goes_on(earlier: BatchState | None, number
 
 
 @pytest.mark.parametrize(("cuts", "bound", "waits"), [(7, None, False), (8, None, True), (1, 2, False), (2, 2, True)])
-def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_stale(
-    cuts: int, bound: int | None, waits: bool
-) -> None:
+def test_a_task_is_not_cut_so_often_that_answers_are_lost_or_stale(cuts: int, bound: int | None, waits: bool) -> None:
     state = fold(submitted(9, ev.ContinuedTask(task=2, batch_id=8, cut_task=0, cuts=cuts)))
     assert cut_tasks.has_uncuttable_task(state, bound) is waits
     runs = [ev.RunResult(run=run, metrics={"reward": 1.0}) for run in range(2)]

@@ -26,9 +26,7 @@ class TestSubmit:
         ([], "s1", [submitted()]), ([submitted()], "s1", []),
         ([submitted(0), ev.BatchFinalizing(), ev.BatchFinalized(result={})], "s2", [submitted(submission="s2")]),
     ], ids=["a new batch", "the same request again", "a finalized id"])
-    def test_p25_a_batch_is_recorded_once_and_a_finalized_id_may_be_used_again(
-        self, before: list[ev.Event], submission: str, then: list[ev.Event]
-    ) -> None:
+    def test_p25_a_batch_is_recorded_once(self, before: list[ev.Event], submission: str, then: list[ev.Event]) -> None:
         given(*before).when(batches.submit, **SUBMIT | {"submission": submission}).then(*then)
 
     def test_p25_an_active_id_is_refused_and_a_task_without_runs(self) -> None:

@@ -63,9 +63,7 @@ def test_of_a_physical_core_one_cpu_is_taken(tmp_path: Path, monkeypatch: pytest
     assert devices.usable_cores(tmp_path) == [2, 3, 7]
 
 
-def test_an_engine_s_place_is_told_by_the_environment_and_what_the_user_set_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_tells_an_engine_its_place_and_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("trinity_es.actors.engines.devices.usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

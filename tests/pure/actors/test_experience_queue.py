@@ -172,9 +172,7 @@ MOVES = st.lists(
 
 @settings(max_examples=200)
 @given(MOVES, st.integers(1, 3), st.sampled_from([0.0, 3.0]))
-def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
-    moves: list[Move], limit: int, cooldown: float
-) -> None:
+def test_p29_nothing_is_taken_more_often_than_allowed(moves: list[Move], limit: int, cooldown: float) -> None:
     """Against a model that keeps a plain list of uses for every experience."""
     state = QueueState(capacity=10_000)
     priority = build_priority("linear_decay", {})

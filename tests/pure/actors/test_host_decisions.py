@@ -158,9 +158,7 @@ def test_a_config_that_hosts_can_t_share_is_refused(section: dict[str, Any], sai
     ({"path": "/etc/passwd"}, "no folders of kind"),
     ({}, "no folders of kind"),
 ])
-def test_a_host_gets_the_folders_that_the_log_and_the_config_name_and_no_other(
-    asked: dict[str, Any], folder: str
-) -> None:
+def test_a_host_gets_the_folders_that_log_and_config_name_and_no_other(asked: dict[str, Any], folder: str) -> None:
     adapters: Adapters = {"math": published("math", 2), "gone": ev.AdapterRemoved(adapter="gone", version=1)}
     models = {"rollout": "/models/one", "judge": "hub/judge"}
     weights = Weights(3, "/published/3", "checkpoint")

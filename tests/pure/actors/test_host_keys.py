@@ -31,9 +31,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_file_is_read_each_time_and_goes_before_the_environment(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_read_each_time_and_before_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_ES_KEY", NEW)
     assert (read_host_key(str(file)), read_host_key("")) == (OLD.encode(), NEW.encode())
     file.write_text(f"  {NEW}\n\n")
@@ -62,9 +60,7 @@ def make_pipe(file: Path) -> None:
     (make_pipe, "no regular file"), (lambda file: file.chmod(0o640), "others can read the key file"),
     (Path.unlink, r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"),
 ], ids=["a pipe, which nobody waits for", "others can read it", "missing"])
-def test_what_is_no_file_of_our_own_is_refused_with_the_way_out(
-    file: Path, spoil: Callable[[Path], None], wrong: str
-) -> None:
+def test_a_file_that_is_not_ours_alone_is_refused(file: Path, spoil: Callable[[Path], None], wrong: str) -> None:
     spoil(file)
     with pytest.raises(WrongKey, match=wrong):
         read_host_key(str(file))
@@ -72,9 +68,7 @@ def test_what_is_no_file_of_our_own_is_refused_with_the_way_out(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize(("mode", "group", "read"), [(0o440, 1000, True), (0o440, 1001, False), (0o444, 1000, False)])
-def test_root_s_file_for_a_group_of_ours_is_read_as_kubernetes_mounts_it(
-    mode: int, group: int, read: bool
-) -> None:
+def test_root_s_file_for_a_group_of_ours_is_read_as_kubernetes_mounts_it(mode: int, group: int, read: bool) -> None:
     """A Secret is root's there, and `fsGroup` may read it."""
     asks = (
         "import os, sys; from trinity_es.actors.system_key import read_host_key; "

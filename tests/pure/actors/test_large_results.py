@@ -105,9 +105,7 @@ def test_results_that_are_lost_on_the_way_are_an_attempt_that_failed_as_infra(pl
     assert "its results are lost" in failed.message
 
 
-def test_a_group_is_read_once_at_a_time_and_again_after_the_store_did_not_answer(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_read_once_and_again_if_the_store_was_silent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
     monkeypatch.setattr(place.live, "run_in_thread", lambda read, then: asked.append((read, then)))
     [outcome] = unit_reports.write_group([(place.submit(1000), done(1000, 2))], place.payloads)
@@ -127,9 +125,7 @@ def test_a_group_is_read_once_at_a_time_and_again_after_the_store_did_not_answer
     assert list(place.payloads.digests()) == []
 
 
-def test_beyond_what_a_database_takes_the_unit_has_failed_with_the_way_out(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_what_a_database_takes_the_unit_has_failed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit_reports, "LARGEST_RESULTS", 200_000)
     [outcome] = unit_reports.write_group([(place.submit(1000), done(1000, 20))], place.payloads)
     assert {kind for _, kind, _ in outcome.failures} == {"data"}

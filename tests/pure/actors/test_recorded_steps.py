@@ -153,9 +153,7 @@ class OwnError(Exception):
     (KeyError("a"), (KeyError, "'a'")), (DataError("bad", field="x"), (DataError, "bad")),
     (OwnError("\ud800"), (Exception, "OwnError: '\\ud800'")),
 ])
-def test_the_error_of_a_step_is_the_same_in_each_life(
-    sync: bool, error: Exception, expected: tuple[type[Exception], str]
-) -> None:
+def test_the_error_of_a_step_stays_the_one(sync: bool, error: Exception, expected: tuple[type[Exception], str]) -> None:
     calls: list[int] = []
 
     def fail() -> None:

@@ -48,9 +48,7 @@ class Memory:
         pass
 
 
-def play(
-    test: Callable[[Journal, Memory], Coroutine[Any, Any, None]], quick: bool = False, **settings: Any
-) -> Memory:
+def play(test: Callable[[Journal, Memory], Coroutine[Any, Any, None]], quick: bool = False, **settings: Any) -> Memory:
     store = Memory(quick)
 
     async def run() -> None:
@@ -148,9 +146,7 @@ def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyPatch) 
     assert [*play(test).segments.values()] == [b"."]
 
 
-def test_the_oldest_part_goes_if_the_journal_is_full(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_journal_loses_its_oldest(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "SEGMENT_BYTES", 10)
 
     async def test(journal: Journal, store: Memory) -> None:
@@ -163,9 +159,7 @@ def test_the_oldest_part_goes_if_the_journal_is_full(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_work_goes_on_while_the_store_is_full_and_the_log_says_so(
-    quick: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_work_goes_on_with_a_full_store_and_the_log_says_so(quick: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def test(journal: Journal, store: Memory) -> None:
         journal.begin(ONE)
         await journal.write([b"before"])

@@ -95,9 +95,7 @@ def test_what_can_not_be_is_refused_with_the_way_out() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["list", "add", "remove"]), st.sets(st.sampled_from([A, B, C])))))
-def test_no_two_servers_ever_have_one_runner_and_what_is_decided_twice_changes_nothing(
-    steps: list[tuple[str, set[str]]]
-) -> None:
+def test_no_two_servers_have_one_runner_and_a_repetition_changes_nothing(steps: list[tuple[str, set[str]]]) -> None:
     found: Servers = {}
     before: Iterable[str] | None = None
     for what, urls in steps:
@@ -226,9 +224,7 @@ def test_what_may_be_a_secret_in_a_url_is_not_told(url: str) -> None:
     assert "s3same" not in str(wrong.value)
 
 
-def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_list_is_told_once_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[list[str]] = []
     file = tmp_path / "servers"
     reader = ServerList(settings_of(file=str(file)), told.append)

@@ -395,9 +395,7 @@ async def test_p34_a_transfer_goes_through_vllm_s_own_calls_in_order(engine: VLL
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish", "trinity_weights_finite"])
-async def test_p34_a_transfer_that_fails_leaves_the_engine_resumed_with_the_old_weights(
-    engine: VLLMEngine, tmp_path: Path, step: str
-) -> None:
+async def test_p34_a_failed_transfer_keeps_the_old_weights(engine: VLLMEngine, tmp_path: Path, step: str) -> None:
     await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
     engine._llm.fail[step] = RuntimeError("boom")
     with pytest.raises(SyncError, match="was loaded again; still serving version 0"):

@@ -119,9 +119,7 @@ def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_a
 
 
 @pytest.mark.parametrize(("batch_id", "prefix", "mean"), [(7, "rollout", "mean"), ("7/check", "eval/check", "mean@2")])
-def test_a_mean_that_some_completed_runs_are_not_in_has_their_number_beside_it(
-    batch_id: int | str, prefix: str, mean: str
-) -> None:
+def test_a_mean_without_some_completed_runs_has_their_number_too(batch_id: int | str, prefix: str, mean: str) -> None:
     runs = [{"acc": 1.0, "bonus": 1.0, "reward": 2.0, "turns:sum": 1}, {"acc": 0.0}, {"acc:mean": 0.0, "reward": 0.0},
             {"acc": 0.0, "reward": 0.0}]
     state = fold([

@@ -182,9 +182,7 @@ def test_a_runner_that_could_not_load_a_version_serves_on(story: Story) -> None:
      "quarantined", "4 lives ended within 600 s, the last: process 7 ended"),
     (ev.RunnerRetired(runner="runner-0", incarnation=1), "ended", "runner-0 #1 was ended"),
 ], ids=["failed", "quarantined", "retired"])
-def test_a_runner_that_needs_a_person_is_named_and_the_batch_is_stalled(
-    story: Story, event: ev.Event, cause: str, words: str
-) -> None:
+def test_a_runner_that_needs_a_person_stalls_the_batch(story: Story, event: ev.Event, cause: str, words: str) -> None:
     told = story.batch().at(5).add("runner/runner-0", event).why(10)
     assert told.cause == cause
     assert words in told.sentence

@@ -44,9 +44,7 @@ def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path
     assert found.row(5, 0) is None
 
 
-def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_tried_again_only_once(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_was_given_up_has_its_reason_and_one_that_was_tried_again_is_there_once(tmp_path: Path) -> None:
     def failed(attempt: int, retry: bool) -> ev.AttemptFailed:
         return ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=attempt, runner="r", incarnation=1,
                                 kind="timeout", message=f"attempt {attempt}", retry=retry, seconds=2.0)
@@ -70,9 +68,7 @@ def test_what_the_pipeline_took_out_is_found_by_its_id_also_where_the_batch_has_
     assert [(r.run, r.dropped_by) for r in found.rows] == [(0, []), (1, ["filter"])]
 
 
-def test_the_first_and_last_of_a_list_are_the_best_and_the_worst_and_what_has_no_reward_comes_last(
-    log_path: str,
-) -> None:
+def test_a_list_goes_from_the_best_to_the_worst_and_what_has_no_reward_comes_last(log_path: str) -> None:
     with open_log(log_path) as log:
         rows = fold_timeline(log.events(3)).rows
     rows[1].reward = None
