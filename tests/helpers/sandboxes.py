@@ -92,8 +92,7 @@ def _user(workflow: Workflow) -> str:
 
 def _leased(workflow: Workflow, provider: str) -> Any:
     args = workflow.task.workflow_args
-    return workflow.lease(
-        provider, {"url": args["url"]}, ttl=args.get("ttl", 600.0), creation_timeout=CREATION_TIMEOUT)
+    return workflow.lease(provider, {"url": args["url"]}, ttl=args.get("ttl", 600.0), creation_timeout=CREATION_TIMEOUT)
 
 
 class Uses(Workflow):

@@ -173,9 +173,7 @@ def test_p21_three_trainers_at_once_each_get_their_own(shared: RolloutClient) ->
 
 
 def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, batch: int) -> None:
-    tasks = [
-        Task(workflow=SleepWorkflow, raw_task={"prompt": "x" * 500, "i": i}, repeat_times=2) for i in range(1000)
-    ]
+    tasks = [Task(workflow=SleepWorkflow, raw_task={"prompt": "x" * 500, "i": i}, repeat_times=2) for i in range(1000)]
     play_batch(shared, batch, tasks, timeout=120)
     seen = Counter((e.eid.task, e.eid.run) for e in shared.experiences(batch))
     assert seen == {(task, run): 1 for task in range(1000) for run in range(2)}

@@ -20,9 +20,7 @@ class Forgetful(Marked):
     """Drops an assistant's turn to `...` once others follow, as templates do with reasoning."""
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-        shown = [
-            {**m, "content": "..."} if m["role"] == "assistant" and m is not messages[-1] else m for m in messages
-        ]
+        shown = [{**m, "content": "..."} if m["role"] == "assistant" and m is not messages[-1] else m for m in messages]
         return super().apply_chat_template(shown, **kwargs)
 
 

@@ -110,24 +110,17 @@ def test_what_is_wrong_with_a_runner_is_told_with_the_way_out(
         assert "trinity-es down" not in line
 
 
-def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
-    rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "loading": 1, "loading_since": 1e9}]
-    since = local_time(1e9).partition("T")[2]
-    assert f"loading weights version 1 since {since}, pid 2" in shown(UP | {"runners": rows})
-
-
-@pytest.mark.parametrize(("load", "said"), [
-    (64, "64 of 64 places taken"), (70, "64 of 64 places taken, 6 more units sent ahead"), (3, "3 of 64 places taken"),
+@pytest.mark.parametrize(("row", "said"), [
+    ({"loading": 1, "loading_since": 1e9},
+     f"loading weights version 1 since {local_time(1e9).partition('T')[2]}, pid 2"),
+    ({"load": 64, "places": 64}, ", 64 of 64 places taken\n"), ({"load": 3, "places": 64}, ", 3 of 64 places taken\n"),
+    ({"load": 70, "places": 64}, ", 64 of 64 places taken, 6 more units sent ahead\n"),
+    ({"state": "started", "waits_for": AWAITED}, f"waits to start its engine: {AWAITED}, pid 2"),
 ])
-def test_no_more_places_are_taken_than_there_are(load: int, said: str) -> None:
-    rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "load": load, "places": 64}]
-    assert f", {said}\n" in shown(UP | {"runners": rows})
-
-
-def test_a_person_is_shown_what_a_runner_waits_for() -> None:
-    rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
-    text = shown(UP | {"runners": rows, "problems": ["something"]})
-    assert f"waits to start its engine: {AWAITED}, pid 2" in text
+def test_a_person_is_shown_what_a_runner_does_or_waits_for(row: dict[str, Any], said: str) -> None:
+    runner = {"runner": "runner-0", "state": "ready", "pid": 2} | row
+    text = shown(UP | {"runners": [runner], "problems": ["something"]})
+    assert said in text
     assert "all is well" not in text
 
 

@@ -105,16 +105,12 @@ def test_the_order_is_the_files_unless_it_is_shuffled_anew_every_epoch(tmp_path:
     assert numbers(other.read(Cursor(), 12)[0]) != order
 
 
-def test_a_taskset_without_epochs_never_ends(tmp_path: Path) -> None:
+def test_a_taskset_without_epochs_never_ends_and_the_last_batch_of_another_may_be_short(tmp_path: Path) -> None:
     tasks = taskset(tmp_path / "a.jsonl", rows(3), epochs=None)
     batch, cursor = tasks.read(Cursor(1000, 2), 8)
     assert Counter(numbers(batch)) == {0: 3, 1: 2, 2: 3}
     assert cursor == Cursor(1003, 1)
-
-
-def test_the_last_batch_may_be_short(tmp_path: Path) -> None:
-    tasks = taskset(tmp_path / "a.jsonl", rows(5))
-    batch, cursor = tasks.read(Cursor(0, 3), 4)
+    batch, cursor = taskset(tmp_path / "b.jsonl", rows(5)).read(Cursor(0, 3), 4)
     assert (numbers(batch), cursor) == ([3, 4], Cursor(1, 0))
 
 
@@ -260,11 +256,6 @@ def test_a_file_that_changed_in_use_is_refused(tmp_path: Path, kind: str) -> Non
         tasks.read(Cursor(), 1)
 
 
-def test_p33_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
-    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    refused(tmp_path / "none.parquet", "is empty")
-
-
 def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
     write_dataset(tmp_path / "all/train", SAMPLES)
     write_dataset(tmp_path / "all/test", SAMPLES[:4])
@@ -283,6 +274,8 @@ def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:
     refused(old, "flatten_indices")
     (old / "state.json").write_text('{"_data_files": [{"filename": "state.json"}]}')
     refused(old, "is not an Arrow stream")
+    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    refused(tmp_path / "none.parquet", "is empty")
 
 
 def test_p33_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,9 +167,7 @@ class _Pipeline:
 
     def run(self, job: Any) -> None:
         n = len(job.refs)
-        done = PipelineDone(
-            {"pipeline/experiences": float(n)}, [PayloadRef(digest="d" * 64, first=0, count=n)], n, 0
-        )
+        done = PipelineDone({"pipeline/experiences": float(n)}, [PayloadRef(digest="d" * 64, first=0, count=n)], n, 0)
         doubles.world().later(0.1, None, "", lambda: self.post(lambda: job.done(done)))
 
 

@@ -253,9 +253,7 @@ class World:
 
         first = self.store.last_incarnation() + 1
         configure = Configure(self.config, 0, first)
-        self.later(
-            0.0, guardian, "is configured", lambda: guardian.receiver.receiveMessage(configure, None)
-        )
+        self.later(0.0, guardian, "is configured", lambda: guardian.receiver.receiveMessage(configure, None))
 
     def find(self, kind: str) -> Process | None:
         """Return the live process of this kind in the current system, as its guardian lists it, or None."""

@@ -242,9 +242,7 @@ class Serving(AdapterServing):
             self.calls.append(("remove", number))
 
         self._on_cpu, self._shapes = False, None
-        self._llm = SimpleNamespace(
-            vllm_config=SimpleNamespace(lora_config=config), add_lora=add, remove_lora=remove
-        )
+        self._llm = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=config), add_lora=add, remove_lora=remove)
 
     def _live_llm(self) -> Any:
         return self._llm

@@ -42,9 +42,7 @@ class Place(LiveLog):
             min_wait_num=None, max_attempts=2, runs_per_unit=None, detailed_stats=False, submission="s",
         ))
         unit = ev.Unit(task=0, run_id_base=0, runs=runs, attempt=1)
-        self.live.record_batch(1, [
-            ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0),
-        ])
+        self.live.record_batch(1, [ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0)])
         self.turn()
         return UnitAssignment(1, "s", unit, b"{}", keep_experiences=False)
 

@@ -130,9 +130,7 @@ def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, wai
     life = RunnerLife(name="runner-0", incarnation=1, state=RunnerState.READY)
     runner, now = RunnerRecord(life, loading=loading), [0.0]
     live: Any = SimpleNamespace(lives={("runner-0", 1): life}, batches={})
-    registry: Any = SimpleNamespace(
-        live=live, runners={"runner-0": runner}, sender=SimpleNamespace(now=lambda: now[0])
-    )
+    registry: Any = SimpleNamespace(live=live, runners={"runner-0": runner}, sender=SimpleNamespace(now=lambda: now[0]))
     fleet = ServerFleet(settings_of(urls=[A]), registry, None, proxied=False)
     fleet._is_drained(life, 0)
     now[0] = waited

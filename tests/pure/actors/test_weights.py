@@ -385,9 +385,7 @@ UNDONE = ["trinity_forget_half_reload", "reload:old", "trinity_pack_again", "res
 
 async def test_p34_a_transfer_goes_through_vllm_s_own_calls_in_order(engine: VLLMEngine, tmp_path: Path) -> None:
     await engine.join_weight_group("127.0.0.1", 5000, 3, 5, 10.0)
-    assert engine._llm.init == {
-        "master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 3, "world_size": 5,
-    }
+    assert engine._llm.init == {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 3, "world_size": 5}
     await engine.receive_weights(4, str(tmp_path / "new"), 10.0)
     assert engine._llm.calls == [*JOINED, *RECEIVED, "label:4", "resume"]
     assert engine._llm.names == ["a", "w"]

@@ -137,9 +137,7 @@ def test_p8_evals_return_no_experiences() -> None:
 @pytest.mark.parametrize("mode", ["sequential", "asynchronous", "multi-threading"])
 def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
     FailsOnTheSecond.built = 0
-    done: UnitResult = asyncio.run(
-        runner(concurrent_mode=mode).execute(Task(workflow=FailsOnTheSecond), 1, range(3))
-    )
+    done: UnitResult = asyncio.run(runner(concurrent_mode=mode).execute(Task(workflow=FailsOnTheSecond), 1, range(3)))
     assert [r.run for r in done.results] == [0, 2]
     [(run, kind, message)] = done.failures
     assert (run, kind) == (1, "workflow")

@@ -21,13 +21,9 @@ def one(**fields: object) -> Experience:
 
 
 @settings(max_examples=50)
-@given(st.text(max_size=60))
-def test_the_pieces_of_tokens_are_the_whole_text(text: str) -> None:
+@given(st.text(max_size=60), st.binary(max_size=60))
+def test_the_pieces_of_tokens_are_the_whole_text_and_bytes_that_are_no_text_have_some(text: str, data: bytes) -> None:
     assert "".join(token_texts(list(text.encode()), byte_decode)) == text
-
-
-@given(st.binary(max_size=60))
-def test_bytes_that_are_no_text_have_pieces_too(data: bytes) -> None:
     assert len(token_texts(list(data), byte_decode)) == len(data)
 
 
@@ -112,10 +108,7 @@ def test_an_error_is_shown_with_its_last_frame_however_long_it_is() -> None:
     assert long.startswith("ValueError: xxx")
     assert long.endswith(" in told)")
     assert len(long) == 80
-
-
-def test_a_text_without_frames_is_shown_as_it_is() -> None:
-    assert error_line("two\nlines", 80) == plain("two\nlines", 80) == "two⏎lines"
+    assert error_line("two\nlines", 80) == plain("two\nlines", 80) == "two⏎lines", "without frames"
 
 
 def test_an_engine_tells_what_pydantic_refused_and_not_where_to_read_on() -> None:

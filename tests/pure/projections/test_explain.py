@@ -229,8 +229,7 @@ def test_units_without_a_place_say_who_has_the_places(story: Story) -> None:
 def test_units_sent_ahead_are_told_apart_from_places(story: Story) -> None:
     told = story.batch(2, tasks=12).batch(3).at(1).dispatch(*range(10), batch=2).why(3)
     place = next(w for w in told.waiting if w.cause == "places")
-    assert place.text.endswith(
-        "all 8 places of 1 runner are taken (batch 2: 10; 2 units more than places, sent ahead)")
+    assert place.text.endswith("all 8 places of 1 runner are taken (batch 2: 10; 2 units more than places, sent ahead)")
 
 
 def test_a_unit_waits_for_another_runner_than_the_one_it_failed_on(story: Story) -> None:
