@@ -91,14 +91,15 @@ def test_what_ray_has_nothing_to_place_for_is_refused(given: dict[str, Any], sai
         head_config(config(**given), "10.0.0.7")
 
 
-def test_a_head_without_engines_needs_hosts() -> None:
-    with pytest.raises(ConfigError, match=r"engines_on_head: false without an address"):
-        config(hosts={"engines_on_head": False})
-
-
-def test_certificates_between_hosts_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"hosts\.tls.*hosts speak TLS by themselves, leave it out"):
-        config(hosts={"address": "10.0.0.1:7700", "tls": {"cert": "/c.pem"}})
+@pytest.mark.parametrize(("hosts", "said"), [
+    ({"engines_on_head": False}, r"engines_on_head: false without an address"),
+    ({"address": "10.0.0.1:7700", "tls": {"cert": "/c.pem"}}, r"hosts\.tls.*hosts speak TLS by themselves, leave it"),
+])
+def test_a_head_without_engines_or_hosts_and_certificates_between_hosts_are_refused(
+    hosts: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(hosts=hosts)
 
 
 def test_an_agent_that_can_t_work_says_so_and_goes_on_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ def test_a_host_that_no_head_took_in_ends_at_once_and_another_is_to_be_drained(e
     assert len(sent) == (2 if epoch else 0), "each word goes on: the one before may be lost"
 
 
-def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
+async def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
     run = HostRun("postgresql://nowhere/run", "b", [], tmp_path, report=lambda text: None)
     run.leave("SIGTERM", 30.0)
     begun = time.monotonic()
@@ -173,7 +174,7 @@ def test_a_pull_is_given_up_when_the_host_leaves(tmp_path: Path) -> None:
         return tmp_path
 
     with pytest.raises(SyncError, match="this host is leaving"):
-        asyncio.run(run._await_unless_leaving(pull()))
+        await run._await_unless_leaving(pull())
     assert time.monotonic() - begun < 5.0
 
 
@@ -185,20 +186,16 @@ def verdicts(theirs: Mapping[str, Any], *, vllm: bool = True) -> dict[str, str]:
     return {f.what: f.verdict for f in compare_with_head(answer, MINE, with_vllm=vllm)}
 
 
-def test_the_same_as_the_head_is_well() -> None:
-    assert verdicts({}) == {"trinity-es": "ok", "python": "ok", "vllm": "ok", "torch": "ok"}
-    assert verdicts({"python": "3.11.9"})["python"] == "ok"
-
-
 @pytest.mark.parametrize(("theirs", "vllm", "what", "verdict"), [
     ({"build": "2"}, False, "trinity-es", "wrong"),
-    ({"python": "3.12.7"}, True, "python", "note"),
+    ({"python": "3.12.7"}, True, "python", "note"), ({"python": "3.11.9"}, True, "python", "ok"),
     ({"packages": {"vllm": "0.10", "torch": "2.7"}}, True, "vllm", "wrong"),
     ({"packages": {"vllm": "0.10", "torch": "2.7"}}, False, "vllm", "note"),
     ({"packages": {"vllm": "0.9", "torch": "2.8"}}, True, "torch", "note"),
 ])
-def test_what_differs_is_told(theirs: dict[str, Any], vllm: bool, what: str, verdict: str) -> None:
+def test_what_differs_from_the_head_is_told(theirs: dict[str, Any], vllm: bool, what: str, verdict: str) -> None:
     assert verdicts(theirs, vllm=vllm)[what] == verdict
+    assert verdicts({}) == {"trinity-es": "ok", "python": "ok", "vllm": "ok", "torch": "ok"}
 
 
 def test_a_model_is_compared_by_its_config_and_the_sizes_of_its_weights(tmp_path: Path) -> None:
@@ -218,20 +215,15 @@ def test_a_model_is_compared_by_its_config_and_the_sizes_of_its_weights(tmp_path
     assert model_digest(str(tmp_path)) != first
 
 
-def test_the_head_says_what_it_is_and_whether_it_would_take_the_host_in() -> None:
+async def test_the_head_says_what_it_is_whether_it_takes_the_host_in_and_that_it_has_another_key() -> None:
     head = Heard(facts=lambda: {"build": "7"})
     head.refuses = Admission(refused="taken already")
-    says = asyncio.run(ask_head(dialer(head), {"name": "b"}))
-    head.end.stop()
+    says = await ask_head(dialer(head), {"name": "b"})
     assert head.hellos == [{"name": "b", "check": True}]
-    assert (says.would_refuse, says.facts["build"]) == ("taken already", "7")
-
-
-def test_a_head_with_another_key_is_told() -> None:
-    head = Heard()
     with pytest.raises(NotOurs, match="another key"):
-        asyncio.run(ask_head(dialer(head, key=lambda: OTHER), {"name": "b"}))
+        await ask_head(dialer(head, key=lambda: OTHER), {"name": "b"})
     head.end.stop()
+    assert (says.would_refuse, says.facts["build"]) == ("taken already", "7")
 
 
 def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ def test_a_row_of_messages_is_asked_as_its_text_is(name: str) -> None:
     text, chat = (messages(name, prompt) for prompt in ASKED)
     assert text == chat
     assert not any("{'role'" in m["content"] for m in chat)
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2+3?"}]
+    assert messages(name, [{"role": "user", "content": parts}]) == messages(name, "What is\n2+3?")
     text, chat = (messages(name, prompt, FORMAT) for prompt in ASKED)
     assert text == chat
     assert chat[0]["role"] == "system"
@@ -74,12 +76,6 @@ def test_messages_are_the_runs_own() -> None:
     asked = Workflow(task=task, model=None).prompt_messages()
     asked[0]["content"] += " Think."
     assert task.task_desc == [USER]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_of_a_content_are_one_text(name: str) -> None:
-    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2+3?"}]
-    assert messages(name, [{"role": "user", "content": parts}]) == messages(name, "What is\n2+3?")
 
 
 def test_a_message_of_tool_calls_alone_has_an_empty_content() -> None:

@@ -173,10 +173,7 @@ def test_p29_two_operators_of_one_name_are_told_apart() -> None:
 
 
 def test_p29_replaced_experiences_are_counted_by_who_they_are() -> None:
-    def drop_one_and_add_one(experiences: list[Experience]) -> Operated:
-        return [*experiences[1:], experience(9, 9, 0.0)], {}
-
-    assert run_own(drop_one_and_add_one).dropped == 1
+    assert run_own(lambda experiences: ([*experiences[1:], experience(9, 9, 0.0)], {})).dropped == 1
 
 
 def test_p29_an_operator_of_ones_own_is_given_as_module_and_class() -> None:

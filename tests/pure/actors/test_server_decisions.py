@@ -113,9 +113,13 @@ def test_no_two_servers_have_one_runner_and_a_repetition_changes_nothing(steps: 
 
 
 # --- those that leave -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("units", "waited", "then"), [(0, 0.0, True), (3, 9.0, False), (3, 10.0, True)])
-def test_a_runner_leaves_when_it_has_nothing_more_to_do_or_had_its_time(units: int, waited: float, then: bool) -> None:
-    assert servers.is_drained(units, waited, timeout=10.0) is then
+@pytest.mark.parametrize(("units", "waited", "proxied", "then"), [
+    (0, 0.0, False, True), (3, 9.0, False, False), (3, 10.0, False, True), (0, 9.0, True, False), (0, 10.0, True, True),
+])
+def test_a_runner_leaves_when_it_has_nothing_more_to_do_or_had_its_time(
+    units: int, waited: float, proxied: bool, then: bool
+) -> None:
+    assert servers.is_drained(units, waited, timeout=10.0, proxied=proxied) is then
 
 
 @pytest.mark.parametrize("state", list(RunnerState))
@@ -135,11 +139,6 @@ def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, wai
     fleet._is_drained(life, 0)
     now[0] = waited
     assert fleet._is_drained(life, 0) is then
-
-
-def test_one_that_proxies_ask_has_all_of_its_time() -> None:
-    assert not servers.is_drained(0, 9.0, timeout=10.0, proxied=True)
-    assert servers.is_drained(0, 10.0, timeout=10.0, proxied=True)
 
 
 def settings_of(**changes: Any) -> ServersConfig:

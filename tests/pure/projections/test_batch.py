@@ -14,7 +14,7 @@ from tests.helpers.batches import live, result_of
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
-from trinity_es.events.values import BatchLifecycleState, batch_stream
+from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import batch_result, contiguous, fold
 from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import canonical, recomputed_result
@@ -78,11 +78,6 @@ def test_a_batch_id_that_is_used_again_begins_anew_and_its_versions_count_on() -
 def test_contiguous_stretches() -> None:
     assert list(contiguous([])) == []
     assert list(contiguous([3, 0, 1, 7, 8])) == [(0, 2), (3, 1), (7, 2)]
-
-
-def test_int_and_string_ids_have_streams_of_their_own() -> None:
-    ids: list[Any] = [12, "12", "'12'", -1, "-1", "12/gsm8k", "x"]
-    assert len({batch_stream(i) for i in ids}) == len(ids)
 
 
 def test_a_result_is_plain_json() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trinity_es.events import values
@@ -52,6 +52,10 @@ def test_p1_the_order_is_total_and_the_same_from_every_start(ids: list[BatchId])
 
 
 @given(batch_ids, batch_ids)
+@example(12, "12")
+@example("12", "'12'")
+@example("12", "12/gsm8k")
+@example(-1, "-1")
 def test_p1_different_batches_have_different_streams(a: BatchId, b: BatchId) -> None:
     if type(a) is not type(b) or a != b:
         assert values.batch_stream(a) != values.batch_stream(b)
