@@ -119,6 +119,8 @@ def test_p4_a_status_is_ok_when_all_its_runs_completed_and_its_metric_is_the_fir
     done = values.Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.0}, {"a": 2.0}])
     assert (done.ok, done.metric) == (True, {"a": 1.0})
     assert not values.Status(completed_runs=3, total_runs=4).ok
+    whole = values.Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.5}], per_run=[{"a": 1.0}, {"a": 2.0}])
+    assert whole.metric == {"a": 1.0}
     assert values.Status(completed_runs=0, total_runs=2).metric == {}
 
 
