@@ -17,8 +17,7 @@ class JudgedWithATool(MultiTurnWorkflow):
         messages = [{"role": "user", "content": str(self.task.task_desc)}]
         [first] = await self.model.chat_async(messages)
         messages.append({"role": "assistant", "content": first.response_text or ""})
-        looked_up = hashlib.sha256((first.response_text or "").encode()).hexdigest()[:6]
-        messages.append({"role": "tool", "content": looked_up})
+        messages.append({"role": "tool", "content": lookup(first.response_text or "")})
         [second] = await self.model.chat_async(messages)
         messages.append({"role": "assistant", "content": second.response_text or ""})
         [said] = await self.auxiliary["judge"].chat_async([{"role": "user", "content": second.response_text or ""}])
@@ -26,3 +25,7 @@ class JudgedWithATool(MultiTurnWorkflow):
         whole = await self.process_messages_to_experience_async(messages, reward, {"judge": said.response_text})
         second.eid.step, second.reward = 1, reward
         return [whole, second]
+
+
+def lookup(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
