@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
@@ -18,22 +19,13 @@ def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
 
 
 def evolve_answers(state: dict[str, AnswerState], event: ev.Event) -> None:
-    """Apply one event to `state`, in place."""
     match event:
         case ev.AnswersRecorded():
             for a in event.answers:
                 state[a.message] = AnswerState(message=a.message, payload=a.payload, model_version=a.model_version)
         case ev.AnswersRewarded():
             for message in event.messages:
-                was = state[message]
-                state[message] = AnswerState(
-                    message=message, payload=was.payload, model_version=was.model_version, reward=event.reward,
-                    task=event.task, run=event.run,
-                )
+                state[message] = replace(state[message], reward=event.reward, task=event.task, run=event.run)
         case ev.AnswersDelivered():
             for message in event.messages:
-                was = state[message]
-                state[message] = AnswerState(
-                    message=message, payload=was.payload, model_version=was.model_version, reward=was.reward,
-                    task=was.task, run=was.run, delivered=True,
-                )
+                state[message] = replace(state[message], delivered=True)

@@ -26,7 +26,6 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
         ))
     )
     state = fold(events)
-    assert state is not None
     lives = {"a": 1, "b": 1}
 
     def record(new: list[ev.Event]) -> None:

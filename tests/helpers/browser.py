@@ -56,8 +56,6 @@ def chromium(profile: str | Path, *flags: str) -> Iterator[Any]:
 
 
 class Browser:
-    """Chromium, with the operations that the tests need."""
-
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
@@ -73,12 +71,10 @@ class Browser:
         return str(self.driver.execute_script(script, css))
 
     def click(self, css: str) -> None:
-        """Wait for such an element, then click the first one."""
         self.wait(lambda: self.all(css), f"something like {css}")
         self.driver.find_element("css selector", css).click()
 
     def press(self, *keys: str) -> None:
-        """Type keys, one after the other, into the page."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         for key in keys:

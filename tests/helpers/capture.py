@@ -33,7 +33,6 @@ class Capture:
         self._thread.start()
 
     def _let_only_in(self, network: int, mask: int) -> None:
-        """Set a kernel filter for packets of this network."""
         load, both, is_equal, give = 0x20, 0x54, 0x15, 0x06
         program = [
             (load, 0, 0, 12), (both, 0, 0, mask), (is_equal, 0, 4, network),  # from an address of the network

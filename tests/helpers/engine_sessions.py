@@ -20,8 +20,6 @@ HELLO: Any = [{"role": "user", "content": "c="}]
 
 
 class Session:
-    """A session of a server on the live engine."""
-
     def __init__(self, live: Live, server: EngineServer, **defaults: Any) -> None:
         self.live, self.model = live, Model(live.engine, defaults={"max_tokens": 6, **defaults})
         self.root = f"{server.url}/s/{server.open(self.model)}"
@@ -38,7 +36,6 @@ class Session:
     def exact(self, experience: Experience) -> None:
         """Check that an experience's logprobs equal those that the engine computes for its tokens."""
         found = self.live.run(self.live.engine.logprobs(experience.tokens.tolist()))
-        assert experience.logprobs is not None
         assert experience.logprobs.tolist() == pytest.approx(found[experience.prompt_length - 1 :], abs=2e-3)
         response = len(experience.tokens) - experience.prompt_length
         assert experience.info["version_spans"] == [[0, 0, response]]

@@ -57,8 +57,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
-        found: T = self.spawn(work).result(timeout)
-        return found
+        return self.spawn(work).result(timeout)
 
     def close(self) -> None:
         self.run(self.engine.stop())

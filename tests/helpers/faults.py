@@ -111,7 +111,8 @@ class Server:
 
 @contextlib.contextmanager
 def server(*, durable: bool = False) -> Iterator[Server]:
-    # Not below pytest's own folder, which is closed to the user that the server runs as. Short: a socket's path is.
+    # Not below pytest's own folder: as root the server runs as another user, and every pytest session that starts on
+    # this machine closes that folder to other users. Short, because a socket's path has 107 bytes at most.
     folder = tempfile.mkdtemp(prefix="es-pg-")
     one = Server(folder, durable=durable)
     try:

@@ -11,9 +11,7 @@ from tests.helpers.ways_to_end import WAYS
 from trinity_es import RewardFn
 from trinity_es.events.errors import DataError
 
-FAULTS = (
-    "sleep", "regex", "_exit", "SystemExit", "segfault", "SIGTERM", "memory", "raise", "forks", "no_json", "deaf",
-)
+FAULTS = ("sleep", "regex", "_exit", "SystemExit", "segfault", "SIGTERM", "memory", "raise", "forks", "no_json", "deaf")
 """Ways to fail."""
 
 

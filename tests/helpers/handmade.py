@@ -13,9 +13,10 @@ from typer.testing import CliRunner, Result
 from tests.helpers.paths import ROOT as ROOT
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.values import batch_stream
+from trinity_es.events.store.log import EventLog, Recorded, Write
+from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 
 EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
@@ -56,7 +57,6 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
         finished(0, digest, attempt=2, reward=0.1),
     ]
     state = fold(three)
-    assert state is not None
     metrics = {"experience_pipeline/time": 0.1 + 0.2}
     three += [
         ev.BatchFinalizing(),
@@ -70,7 +70,6 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
         finished(0, None),
     ]
     state = fold(evals)
-    assert state is not None
     evals.append(ev.BatchFinalized(result=batch_result(state)))
     opened: list[ev.Event] = [
         ev.BatchSubmitted(batch_id="open", batch_type="train", repeat_times=[2, 2], tasks=[{}, {}]),
@@ -78,7 +77,6 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
     ]
     aborted: list[ev.Event] = [ev.BatchSubmitted(batch_id=4, batch_type="train", repeat_times=[2], tasks=[{}])]
     state = fold(aborted)
-    assert state is not None
     aborted.append(ev.BatchAborted(reason="no longer wanted", result=batch_result(state)))
     return [
         ("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")]),
@@ -97,6 +95,13 @@ def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
                 version = log.stream_version(stream)
                 log.append([Write(stream=stream, expected_version=version, events=[event])],
                            commit_id=f"{stream}/{version}")
+
+
+def recorded(folder: Path, batch_id: BatchId, *events: ev.Event) -> list[Recorded]:
+    """Write the events of a batch into a log, one commit each, and read them."""
+    write(folder / "log.sqlite", [(batch_stream(batch_id), list(events))])
+    with open_log(str(folder / "log.sqlite")) as log:
+        return list(log.events(batch_id))
 
 
 def copied(log: Path, to: Path) -> None:

@@ -43,9 +43,7 @@ class JoinedHost:
         self.said = folder / f"{name}.said"
         command = [sys.executable, "-m", "trinity_es", "join", url, "--name", name, "--log-dir", str(self.log_dir)]
         with self.said.open("a") as out:
-            self.process = subprocess.Popen(
-                [*inside, *command, *options], stdout=out, stderr=out, env=self.env
-            )
+            self.process = subprocess.Popen([*inside, *command, *options], stdout=out, stderr=out, env=self.env)
 
     def kill(self) -> None:
         """Kill all processes of the host with SIGKILL, as when the machine fails."""
@@ -119,9 +117,7 @@ def has_settled(head: Head, tasks: int) -> bool:
 
 
 @contextmanager
-def host_joins(
-    url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()
-) -> Iterator[JoinedHost]:
+def host_joins(url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> Iterator[JoinedHost]:
     host = JoinedHost(url, name, folder, *options, inside=inside)
     try:
         yield host

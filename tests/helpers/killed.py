@@ -44,9 +44,7 @@ def write(url: str, folder: Path, writer: int, ready: Path) -> None:
     while not (folder / "stop").exists():
         commit_id, by_stream = commit_of(writer, i)
         while True:
-            writes = [
-                Write(stream=s, expected_version=log.stream_version(s), events=e) for s, e in by_stream.items()
-            ]
+            writes = [Write(stream=s, expected_version=log.stream_version(s), events=e) for s, e in by_stream.items()]
             try:
                 committed = log.append(writes, commit_id=commit_id)
                 break

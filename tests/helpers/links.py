@@ -139,8 +139,7 @@ class Heard:
 def dialer(head: Heard, port: int | None = None, key: Callable[[], bytes] = lambda: KEY, timeout: float = 5.0,
            name: str = "b") -> HeadDialer:
     """Return a dialer that connects to a head over the network that listens at `port`."""
-    return HeadDialer(
-        name, key, lambda: HeadPlace(f"127.0.0.1:{port or head.port}", head.certificate.digest), timeout)
+    return HeadDialer(name, key, lambda: HeadPlace(f"127.0.0.1:{port or head.port}", head.certificate.digest), timeout)
 
 
 class Told:

@@ -26,7 +26,6 @@ def run(
 
 
 def first(array: np.ndarray[Any, Any] | None) -> float:
-    assert array is not None
     return float(array[0])
 
 

@@ -194,7 +194,6 @@ class Talk:
         given = await self.model.chat_async(messages, tools=self.tools, n=len(step.answers))
         before = self.prompt_is_sound(rendered, messages, made)
         for answer, ids, experience in zip(step.answers, self.engine.next, given, strict=True):
-            assert experience.tokens is not None
             assert experience.tokens.tolist() == [*self.engine.asked, *ids]
             one = Sampled(rendered, self.engine.asked, ids, experience.response_text or "", first, before)
             first += len(ids)
@@ -291,8 +290,6 @@ class Talk:
             self.forked.add(rendered)
         assert self.model.usage.forks == len(self.forked)
         if goes_on:
-            assert newest is not None
-            assert before is not None
             assert before.rendered == newest.rendered
             self.ended_once(before, asked[longest:])
             if whole[:longest] == before.tokens:  # the text tokenizes to the sampled ids
@@ -355,9 +352,6 @@ class Talk:
 
     def learned(self, e: Experience, told: dict[int, int]) -> list[int]:
         """Return the numbers of the tokens that an experience trains on."""
-        assert e.tokens is not None
-        assert e.logprobs is not None
-        assert e.action_mask is not None
         response = e.tokens[e.prompt_length :]
         assert len(response) == len(e.logprobs) == len(e.action_mask)
         assert e.action_mask[0]
@@ -381,7 +375,6 @@ class Talk:
         same = [s for s in self.sampled if s.rendered == thread.made[last].rendered]
         end = int(-e.logprobs[-1])
         one = next((s for s in same if s.first + len(s.ids) - 1 == end), None)
-        assert one is not None
         assert self.engine.logprobs_asked == before
         told = {s.first + i: t for s in one.chain() for i, t in enumerate(s.ids)}
         assert sorted(self.learned(e, told)) == sorted(told)

@@ -29,8 +29,6 @@ class RayNodes:
 
     def ask(self, *words: str) -> Any:
         """Send a command to the cluster's process, and return the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()

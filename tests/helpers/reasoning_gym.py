@@ -22,7 +22,6 @@ def play_example(changes: dict[str, object], variables: dict[str, str], folder: 
 
 
 def rewards(log: Log, batch: BatchId) -> list[tuple[Task, float]]:
-    """Return (task, reward) of each run of a batch."""
     submitted = next(r.event for r in log.events(batch) if isinstance(r.event, ev.BatchSubmitted))
     tasks = [task_from_dict(task) for task in log.tasks_of(submitted)]
     finished = [r.event for r in log.events(batch) if isinstance(r.event, ev.TaskFinished | ev.RunsFinished)]

@@ -86,16 +86,21 @@ def _experiences() -> list[Experience]:
     return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
 
 
+def _user(workflow: Workflow) -> str:
+    return f"{workflow.task.batch_id}-{workflow.task.task_id}-{uuid.uuid4().hex}"
+
+
+def _leased(workflow: Workflow, provider: str) -> Any:
+    args = workflow.task.workflow_args
+    return workflow.lease(provider, {"url": args["url"]}, ttl=args.get("ttl", 600.0), creation_timeout=CREATION_TIMEOUT)
+
+
 class Uses(Workflow):
     """Workflow that uses a sandbox for a while, in a worker. `workflow_args`: `url`, `seconds`; `ttl`, `how`."""
 
     def run(self) -> list[Experience]:
-        args, user = self.task.workflow_args, f"{self.task.batch_id}-{self.task.task_id}-{uuid.uuid4().hex}"
-        provider = "tests.helpers.sandboxes:Sandboxes"
-        lease = self.lease(
-            provider, {"url": args["url"]}, ttl=args.get("ttl", 600.0), creation_timeout=CREATION_TIMEOUT
-        )
-        with lease as held:
+        args, user = self.task.workflow_args, _user(self)
+        with _leased(self, "tests.helpers.sandboxes:Sandboxes") as held:
             until = time.monotonic() + args["seconds"]
             while True:
                 held.provider.use(held.handle, user)
@@ -115,12 +120,8 @@ class AsyncUses(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        args, user = self.task.workflow_args, f"{self.task.batch_id}-{self.task.task_id}-{uuid.uuid4().hex}"
-        provider = "tests.helpers.sandboxes:AsyncSandboxes"
-        lease = self.lease(
-            provider, {"url": args["url"]}, ttl=args.get("ttl", 600.0), creation_timeout=CREATION_TIMEOUT
-        )
-        async with lease as held:
+        args, user = self.task.workflow_args, _user(self)
+        async with _leased(self, "tests.helpers.sandboxes:AsyncSandboxes") as held:
             until = time.monotonic() + args["seconds"]
             while time.monotonic() < until:
                 await asyncio.to_thread(held.provider.use, held.handle, user)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -55,7 +56,6 @@ class ServerProcess:
 
     def ready(self, timeout: float = 30.0) -> ServerProcess:
         def answers() -> bool:
-            assert self.process is not None
             assert self.process.poll() is None, f"it ended: {self.log.read_text()[-2000:]}"
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -73,14 +73,10 @@ class ServerProcess:
             process.wait()
 
     def ask(self, path: str) -> Any:
-        import json
-
         with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
             return json.loads(answer.read())
 
     def tell(self, path: str, **told: Any) -> None:
-        import json
-
         asked = urllib.request.Request(f"{self.url}{path}", json.dumps(told).encode(), method="POST")
         urllib.request.urlopen(asked, timeout=5).close()
 
@@ -96,7 +92,6 @@ def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerPr
 def restarted_by_command(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, str, Path]]:
     """Yield a stand-in that accepts no weights, a command that replaces it by another, and a file with their pids."""
     server, pids, script = stand_in(model, folder / "server.log", "--no-dev").start(), folder / "pids", folder / "sh"
-    assert server.process is not None
     pids.write_text(f"{server.process.pid}\n")
     script.write_text(
         f"kill -9 $(tail -n 1 {pids})\ncd {ROOT}\n"

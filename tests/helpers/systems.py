@@ -37,7 +37,6 @@ def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
 
 
 def started(folder: Path, *, wait: bool = True, **sections: Any) -> RolloutClient:
-    """Start a system in this folder, and return a client."""
     config = scripted(folder, **sections)
     lifecycle.start(config)
     client = trinity_es.connect(config)

@@ -23,9 +23,6 @@ class TasksetReader:
                 stderr=out, text=True)
 
     def open(self, *, recorded: Any = None, **config: Any) -> Any:
-        """Return a taskset's source and tasks, or its error."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"config": config, "recorded": recorded}) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:

@@ -158,7 +158,6 @@ class _Moved:
 
     def note(self, rows: list[Recorded], events: list[ev.Event]) -> None:
         """Set `delivered` from the last BatchFinalized of a train batch."""
-        assert self.versions is not None
         for row, event in zip(rows, events, strict=True):
             if isinstance(event, ev.BatchFinalized) and event.selected and event.result["batch_type"] == "train":
                 self.delivered = event.result["batch_id"], row.version + self.versions[self.stream(row)]
@@ -206,7 +205,6 @@ class _Moved:
             case ev.ExperiencesRedelivered() | ev.PayloadsFreed():
                 changed["batches"] = [self.batch(b) for b in event.batches]
             case ev.ExperiencesTaken():
-                assert self.versions is not None
                 changed["items"] = [replace(item, batch_id=(b := self.batch(item.batch_id)),
                                             version=item.version + self.versions[batch_stream(b)])
                                     for item in event.items]

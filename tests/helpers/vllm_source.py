@@ -214,7 +214,6 @@ def written(folder: Path) -> str:
 def release(folder: Path) -> str:
     """Return the version in the sources of a release."""
     tree = _parsed(folder / "vllm" / "_version.py")
-    assert tree is not None
     found = [node.value for node in tree.body if isinstance(node, ast.Assign)
              and any(isinstance(t, ast.Name) and t.id in ("version", "__version__") for t in node.targets)]
     [value] = {str(v.value) for v in found if isinstance(v, ast.Constant)}

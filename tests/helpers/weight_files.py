@@ -54,12 +54,10 @@ class AskWorkflow(Workflow):
 
 
 def said(folder: Path) -> str:
-    """Return the answer of an engine that loaded this folder."""
     return hashlib.sha256((folder / FILE).read_bytes()).hexdigest()[:32]
 
 
 def make_weights(folder: Path, size: int = 1000) -> Path:
-    """Write random weights of this size."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / FILE).write_bytes(os.urandom(size))

@@ -31,15 +31,11 @@ def one(**metrics: float) -> Experience:
 
 
 class LacksAModule(Workflow):
-    """Workflow that needs a missing module."""
-
     def run(self) -> list[Experience]:
         raise UnknownWorkflow("reward 'sums:right' can't be imported: no module sums")
 
 
 class Tells(Workflow):
-    """Workflow that reports its process."""
-
     def run(self) -> list[Experience]:
         return [one(pid=os.getpid(), main=float(threading.current_thread() is threading.main_thread()))]
 

@@ -14,19 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.systems import (
-    StartSystem,
-    admin,
-    everything,
-    finalize_in_thread,
-    guardian,
-    kill_all,
-    kill_system,
-    pid_of,
-    play_batch,
-    ran,
-    tasks,
-)
+from tests.helpers import systems
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of, play_batch, ran, tasks
 from trinity_es import Task, Workflow
 from trinity_es.actors.rollout import workflow_runner
 from trinity_es.client.rollout_client import RolloutClient
@@ -115,14 +104,12 @@ def always_one(response: str, prompt: str, truth: str | None) -> float:
     return 1.0
 
 
-def test_when_everything_died_starting_again_goes_on_from_the_last_finished_task(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_when_everything_died_a_new_start_runs_no_ended_task_again(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
-    kill_system(client)
+    systems.kill_system(client)
     finished = set(client.batch(1).statuses)
     again = start_system()
     assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
@@ -155,7 +142,7 @@ def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logg
     play_batch(client, 2, [Task(workflow=SleepWorkflow)])
 
 
-@pytest.mark.parametrize("victims", [guardian, admin, everything])
+@pytest.mark.parametrize("victims", [systems.guardian, systems.admin, systems.everything])
 def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_answer(
     victims: Callable[[RolloutClient], list[psutil.Process]], start_system: StartSystem, tmp_path: Path
 ) -> None:
@@ -165,10 +152,10 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
     before = client._link.admin
-    family = everything(client)
+    family = systems.everything(client)
     finished = set(client.batch(1).statuses)
     answer = finalize_in_thread(client, 1)
-    kill_all(victims(client))
+    systems.kill_all(victims(client))
     assert answer.result(60)["finished_task_count"] == 16
     assert client._link.admin != before
     assert not running_system.wait_gone(family, 10), "a process of the earlier life is left"

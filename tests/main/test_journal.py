@@ -10,20 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.lost_runs import (
-    LONG,
-    SECTIONS,
-    SHORT,
-    Counting,
-    InASandbox,
-    InASandboxInAProcess,
-    TwoCalls,
-    TwoCallsInAProcess,
-    journaled,
-    kill_everything,
-    kill_runner,
-    sections_of,
-)
+from tests.helpers import lost_runs
+from tests.helpers.lost_runs import LONG, SECTIONS, SHORT, TwoCalls, journaled, kill_everything, kill_runner
 from tests.helpers.systems import StartSystem, finalize_in_thread, kill_system
 from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, Sampling
@@ -36,8 +24,8 @@ from trinity_es.testing import wait_until
 
 @pytest.mark.parametrize(("kill", "workflow", "store"), [
     (kill_runner, TwoCalls, "sqlite"),
-    (kill_everything, TwoCallsInAProcess, "sqlite"),
-    pytest.param(kill_runner, TwoCallsInAProcess, "postgresql", marks=pytest.mark.postgres),
+    (kill_everything, lost_runs.TwoCallsInAProcess, "sqlite"),
+    pytest.param(kill_runner, lost_runs.TwoCallsInAProcess, "postgresql", marks=pytest.mark.postgres),
     pytest.param(kill_everything, TwoCalls, "postgresql", marks=pytest.mark.postgres),
 ])
 def test_promise_12_a_lost_attempt_goes_on_where_it_was(
@@ -46,7 +34,7 @@ def test_promise_12_a_lost_attempt_goes_on_where_it_was(
 ) -> None:
     requests = tmp_path / "requests"
     monkeypatch.setenv("REQUESTS", str(requests))
-    client = start_system(**sections_of(store, request))
+    client = start_system(**lost_runs.sections_of(store, request))
     client.submit_batch(batch_id=1, tasks=[Task(workflow=workflow)], batch_type="train")
     wait_until(lambda: journaled(client) > 2_000, "a part of the long answer to be in the journal")
     client = kill(client, start_system)
@@ -93,7 +81,7 @@ def test_without_a_journal_a_lost_attempt_begins_at_its_prompt_and_the_log_is_so
     assert not any(isinstance(r.event, ev.AttemptKept) for r in client.log.events())
 
 
-class EngineFailsOnce(Counting):
+class EngineFailsOnce(lost_runs.Counting):
     """Its first long answer fails on the way, as when the engine's process is lost."""
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
@@ -125,8 +113,8 @@ def test_an_answer_goes_on_after_its_engine_failed_and_the_runner_did_not(
 
 
 @pytest.mark.parametrize(("kill", "workflow", "how"), [
-    (kill_everything, InASandboxInAProcess, ""),
-    (kill_runner, InASandbox, "can't attach"),
+    (kill_everything, lost_runs.InASandboxInAProcess, ""),
+    (kill_runner, lost_runs.InASandbox, "can't attach"),
 ])
 def test_a_sandbox_that_lives_is_taken_over_if_its_provider_can_and_else_a_new_one_is_filled(
     kill: Callable[[RolloutClient, StartSystem], RolloutClient], workflow: type[Workflow], how: str,

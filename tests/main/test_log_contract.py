@@ -22,16 +22,7 @@ from tests.helpers.logs import copied, dropped, renamed, trained
 from tests.helpers.logs import write_steps as write
 from tests.helpers.paths import ROOT
 from tests.helpers.projectors import Counts
-from trinity_es.events.errors import (
-    CommitMismatch,
-    ConcurrencyError,
-    Fenced,
-    InvalidEvent,
-    LogCorrupt,
-    LogNotFound,
-    LogTooNew,
-    LogUnavailable,
-)
+from trinity_es.events import errors
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
@@ -60,14 +51,14 @@ class TestAppend:
     def test_a_stale_expected_version_is_refused_and_told(self, log: EventLog) -> None:
         write(log, "a", 0, 1, 2)
         for stale in (0, 1, 3):
-            with pytest.raises(ConcurrencyError, match="version 2") as caught:
+            with pytest.raises(errors.ConcurrencyError, match="version 2") as caught:
                 write(log, "a", stale, 9)
             assert caught.value.details == {"stream": "a", "expected": stale, "actual": 2}
         assert log.head().position == 2
 
     def test_an_append_over_several_streams_is_all_or_nothing(self, log: EventLog) -> None:
         write(log, "b", 0, 1)
-        with pytest.raises(ConcurrencyError):
+        with pytest.raises(errors.ConcurrencyError):
             log.append(
                 [Write(stream="a", expected_version=0, events=trained(1)),
                  Write(stream="b", expected_version=0, events=trained(2))], commit_id="c",
@@ -75,14 +66,16 @@ class TestAppend:
         assert log.streams() == [("b", 1)]
         assert log.stream_version("a") == 0
 
-    def test_a_write_without_events_holds_a_stream_to_its_version(self, log: EventLog) -> None:
+    def test_a_write_without_events_holds_a_stream_to_its_version_and_is_none_by_itself(self, log: EventLog) -> None:
         write(log, "guard", 0, 1)
-        with pytest.raises(ConcurrencyError):
+        with pytest.raises(errors.ConcurrencyError):
             log.append([Write(stream="guard", expected_version=0, events=[]),
                         Write(stream="a", expected_version=0, events=trained(1))], commit_id="c")
         log.append([Write(stream="guard", expected_version=1, events=[]),
                     Write(stream="a", expected_version=0, events=trained(1))], commit_id="d")
         assert log.streams() == [("a", 1), ("guard", 1)]
+        with pytest.raises(errors.InvalidEvent, match="no event"):
+            log.append([Write(stream="guard", expected_version=1, events=[])], commit_id="e")
 
     def test_the_same_stream_twice_in_one_append_goes_on_from_itself(self, log: EventLog) -> None:
         log.append([Write(stream="a", expected_version=0, events=trained(1)),
@@ -90,15 +83,11 @@ class TestAppend:
         assert [r.version for r in log.read(stream="a")] == [1, 2]
         assert log.stream_version("a") == 2
 
-    def test_an_append_without_any_event_is_refused(self, log: EventLog) -> None:
-        with pytest.raises(InvalidEvent, match="no event"):
-            log.append([Write(stream="a", expected_version=0, events=[])], commit_id="c")
-
     @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "x" * 501])
     def test_names_that_a_database_would_change_are_refused(self, log: EventLog, name: str) -> None:
-        with pytest.raises(InvalidEvent, match="printable"):
+        with pytest.raises(errors.InvalidEvent, match="printable"):
             write(log, name, 0, 1, commit="c")
-        with pytest.raises(InvalidEvent, match="printable"):
+        with pytest.raises(errors.InvalidEvent, match="printable"):
             write(log, "a", 0, 1, commit=name or "\0")
 
     @pytest.mark.parametrize("count", [1, 100])
@@ -110,7 +99,7 @@ class TestAppend:
         with log.engine.begin() as connection:
             connection.execute(text(move.format(4)))
         with open_log() as other:  # it has seen nothing, so only the place in the table tells
-            with pytest.raises(LogCorrupt, match=r"near position .*es_event"):
+            with pytest.raises(errors.LogCorrupt, match=r"near position .*es_event"):
                 write(other, "b", 0, *range(count))
             with log.engine.begin() as connection:
                 connection.execute(text(move.format(5)))
@@ -119,7 +108,7 @@ class TestAppend:
             assert ([r.event for r in other.read(stream="b")], other.verify()) == (trained(*range(count)), [])
 
     def test_an_event_that_can_not_be_read_back_is_not_written(self, log: EventLog) -> None:
-        with pytest.raises(InvalidEvent, match=r"BatchTrained.step"):
+        with pytest.raises(errors.InvalidEvent, match=r"BatchTrained.step"):
             log.append([Write(stream="a", expected_version=0, events=[BatchTrained(step="one")])], commit_id="c")  # type: ignore[arg-type]  # the point of the test
         assert log.head().position == 0
 
@@ -136,28 +125,23 @@ class TestOnce:
         assert (again.first_position, again.last_position) == (1, 3)
         assert log.head().position == 4
 
-    def test_a_repeated_commit_is_recognised_from_another_process_and_by_a_writer_that_loaded_anew(
-        self, open_log: Open
-    ) -> None:
+    def test_a_repeated_commit_is_recognised_from_another_process_by_a_new_writer(self, open_log: Open) -> None:
         write(open_log(), "a", 0, 1, commit="c")
         other = open_log()
         assert other.append(
             [Write(stream="a", expected_version=other.stream_version("a"), events=trained(1))], commit_id="c"
         ).duplicate
 
-    @pytest.mark.parametrize(("stream", "steps"), [("a", (2,)), ("b", (1,)), ("a", (1, 1))])
+    @pytest.mark.parametrize(("first", "stream", "steps"), [
+        ((1,), "a", (2,)), ((1,), "b", (1,)), ((1,), "a", (1, 1)), ((1, 2), "a", (1,)),
+    ])
     def test_a_commit_id_used_again_for_something_else_is_refused(
-        self, log: EventLog, stream: str, steps: tuple[int, ...]
+        self, log: EventLog, first: tuple[int, ...], stream: str, steps: tuple[int, ...]
     ) -> None:
-        write(log, "a", 0, 1, commit="c")
-        with pytest.raises(CommitMismatch, match="position 1"):
+        write(log, "a", 0, *first, commit="c")
+        with pytest.raises(errors.CommitMismatch, match="position 1"):
             write(log, stream, 0, *steps, commit="c")
-        assert log.head().position == 1
-
-    def test_a_shorter_repetition_of_a_longer_commit_is_refused(self, log: EventLog) -> None:
-        write(log, "a", 0, 1, 2, commit="c")
-        with pytest.raises(CommitMismatch):
-            write(log, "a", 0, 1, commit="c")
+        assert log.head().position == len(first)
 
     def test_a_commit_whose_acknowledgement_was_lost_is_not_written_twice(self, open_log: Open) -> None:
         """The connection breaks after the commit and before the answer: the retry inside `append` finds it."""
@@ -176,7 +160,7 @@ class TestLease:
         write(old, "a", 0, 1, lease=first)
         second = new.acquire_lease("coordinator", {"pid": 2})
         assert (first.epoch, second.epoch) == (1, 2)
-        with pytest.raises(Fenced, match="epoch 2") as caught:
+        with pytest.raises(errors.Fenced, match="epoch 2") as caught:
             write(old, "a", 1, 2, lease=first)
         assert caught.value.details["current"] == 2
         write(new, "a", 1, 2, lease=second)
@@ -212,9 +196,7 @@ class TestLease:
         with EventLog.open(store_url) as origin:
             assert origin.read_lease("coordinator") == theirs
 
-    def test_its_holder_has_it_in_a_store_that_was_moved_and_in_a_copy_that_was_put_in_its_place(
-        self, log: EventLog, store_url: str
-    ) -> None:
+    def test_its_holder_has_it_in_a_moved_store_and_in_a_copy_in_its_place(self, log: EventLog, store_url: str) -> None:
         lease = log.acquire_lease("coordinator", {"pid": 7, "host": "here"})
         log.close()
         name = Path(str(parse_url(store_url).database)).name
@@ -238,9 +220,7 @@ class TestLease:
 
 
 class TestOrder:
-    def test_a_reader_does_not_skip_events_of_a_slow_transaction_that_began_before_a_faster_one(
-        self, open_log: Open
-    ) -> None:
+    def test_a_reader_does_not_skip_events_of_a_slow_transaction_that_began_earlier(self, open_log: Open) -> None:
         inside, go = threading.Event(), threading.Event()
 
         def slowly(_recorded: object) -> None:
@@ -351,7 +331,7 @@ class TestRead:
     def test_a_reader_never_writes(self, filled: EventLog, open_log: Open) -> None:
         reader = open_log(read_only=True)
         assert len(list(reader.read())) == 15
-        with pytest.raises(LogUnavailable, match="reading only"):
+        with pytest.raises(errors.LogUnavailable, match="reading only"):
             write(reader, "a", 10, 1)
         with pytest.raises(DBAPIError), reader.engine.begin() as connection:
             connection.execute(text("UPDATE es_stream SET version = 99"))
@@ -360,7 +340,7 @@ class TestRead:
 
 class TestOpening:
     def test_a_log_that_is_not_there_is_told(self, store_url: str) -> None:
-        with pytest.raises(LogNotFound, match="log"):
+        with pytest.raises(errors.LogNotFound, match="log"):
             EventLog.open(store_url)
 
     def test_processes_that_create_it_at_the_same_time_all_get_the_same_one(self, store_url: str) -> None:
@@ -382,7 +362,7 @@ class TestOpening:
                 try:
                     EventLog.open(store_url, read_only=True).close()
                     looked.append("a log")
-                except LogNotFound:
+                except errors.LogNotFound:
                     looked.append("none yet")
                 except Exception as e:
                     looked.append(repr(e))
@@ -402,9 +382,9 @@ class TestOpening:
     def test_a_log_of_a_newer_schema_is_refused(self, log: EventLog, open_log: Open) -> None:
         with log.engine.begin() as connection:
             connection.execute(text("UPDATE es_log_head SET schema_rev = 99"))
-        with pytest.raises(LogTooNew, match="schema 99"):
+        with pytest.raises(errors.LogTooNew, match="schema 99"):
             open_log()
-        with pytest.raises(LogTooNew, match="schema 99"):
+        with pytest.raises(errors.LogTooNew, match="schema 99"):
             write(log, "a", 0, 1)
 
     def test_an_event_of_a_newer_software_is_told_with_its_position(self, log: EventLog) -> None:
@@ -414,7 +394,7 @@ class TestOpening:
         with log.engine.begin() as connection:
             drop_triggers(connection)
             connection.execute(text("UPDATE es_event SET type = 'BatchTeleported'"))
-        with pytest.raises(LogTooNew, match=r"position 1 .*BatchTeleported"):
+        with pytest.raises(errors.LogTooNew, match=r"position 1 .*BatchTeleported"):
             _ = next(log.read()).event
 
     def test_a_log_can_be_closed_and_opened_as_often_as_one_likes(self, open_log: Open) -> None:
@@ -444,7 +424,7 @@ class TestImmutability:
         with log.engine.begin() as connection:
             drop_triggers(connection)
             connection.execute(text("DELETE FROM es_event WHERE position = 2"))
-        with pytest.raises(LogCorrupt, match="positions 2 to 2"):
+        with pytest.raises(errors.LogCorrupt, match="positions 2 to 2"):
             list(log.read())
-        with pytest.raises(LogCorrupt, match="no version 2"):
+        with pytest.raises(errors.LogCorrupt, match="no version 2"):
             list(log.read(stream="a"))

@@ -52,8 +52,6 @@ def test_a1_logprobs_agree_with_torch_through_the_whole_system_before_and_after_
 
 
 class TwoTurns(MultiTurnWorkflow):
-    """Sync, so it plays in a worker process: two answers, one experience."""
-
     def run(self) -> list[Experience]:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "a="}]
         for turn in ("b=", None):

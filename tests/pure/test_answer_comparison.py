@@ -15,7 +15,6 @@ TO = {"city": "Paris", "to": "Rome"}
 
 
 def calling(*calls: tuple[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a message with tool calls, their arguments as JSON."""
     return {"role": "assistant", "content": None, **more, "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for name, arguments in calls

@@ -131,10 +131,9 @@ def test_a_system_s_processes_get_the_config_itself_with_its_secrets_as_secrets(
 def test_a_config_can_be_built_by_keyword_and_is_never_changed() -> None:
     config = Config(name="x", total_steps=2)
     assert config.store.url == f"sqlite:///{Path.cwd()}/runs/trinity/x/log.sqlite"
-    with pytest.raises(ValueError, match="frozen"):
-        config.name = "y"  # type: ignore[misc]
-    with pytest.raises(ValueError, match="frozen"):
-        config.explorer.name = "y"  # type: ignore[misc]
+    for section in (config, config.explorer):
+        with pytest.raises(ValueError, match="frozen"):
+            section.name = "y"
 
 
 def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
@@ -378,9 +377,7 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     assert len(problems(tmp_path, named.replace("rewrad", "reward"))) == 1
 
 
-def test_check_tells_what_to_install_for_the_reward_that_a_workflow_brings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_tells_what_to_install_for_a_workflow_s_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     text = SCRIPTED + "buffer: {explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: %s}]}}"
     brought, named = text % "async_math_workflow", text % "single_turn, reward_fn: gsm8k_reward"

@@ -26,26 +26,18 @@ class Mine(SimpleWorkflow):
 
 
 class MineThatSays(SimpleWorkflow):
-    """A user's own that says what it takes."""
-
     ARGS = frozenset({"weight"})
 
 
 class Trainer:
-    """What a user trains with."""
-
     def __init__(self, model_path: str, *, lr: float = 1e-3, clip: float = 0.2) -> None: ...
 
 
 class Takes:
-    """A trainer, or a reward, that takes whatever it is given."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Share:
-    """A reward, which is built."""
-
     def __init__(self, scale: float = 1.0) -> None: ...
 
 
@@ -160,9 +152,7 @@ def test_a_file_where_checkpoints_are_to_lie_is_refused(tmp_path: Path) -> None:
     ({"temperature": -1.0}, "temperature is -1.0: give a number, 0 (greedy) or more"),
     ({"n": True}, "n is True: give an integer, 1 to 4,096"),
 ])
-def test_sampling_that_can_t_be_is_refused_before_anything_starts(
-    tmp_path: Path, given: dict[str, Any], said: str
-) -> None:
+def test_sampling_that_can_t_be_is_refused_before_a_start(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     [problem] = problems(tmp_path, {"rollout_args": given})
     assert f"{TASKSET}.rollout_args is wrong: {said}" in problem
     with pytest.raises(DataError, match=r"^task 1: rollout_args: ") as refused:
@@ -177,7 +167,6 @@ def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
                                         "workflow into workflow_args; known keys are prompt_key, reply_prefix, "):
         encode_tasks([Task(workflow=SimpleWorkflow, format_args=args) for args in (fine, {"sytem_prompt": "x"})],
                      Config())
-
 
 
 # --- what is given in Python ----------------------------------------------------------------------------------------

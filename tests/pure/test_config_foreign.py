@@ -41,8 +41,7 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def told(data: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as e:
         Config.from_dict(data)
-    found: list[str] = e.value.details["problems"]
-    return found
+    return e.value.details["problems"]
 
 
 def is_ours(key: str) -> bool:

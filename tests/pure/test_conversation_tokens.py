@@ -20,9 +20,7 @@ class Forgetful(Marked):
     """Drops an assistant's turn to `...` once others follow, as templates do with reasoning."""
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-        shown = [
-            {**m, "content": "..."} if m["role"] == "assistant" and m is not messages[-1] else m for m in messages
-        ]
+        shown = [{**m, "content": "..."} if m["role"] == "assistant" and m is not messages[-1] else m for m in messages]
         return super().apply_chat_template(shown, **kwargs)
 
 
@@ -52,14 +50,6 @@ def acted(tokenizer: ByteTokenizer) -> tuple[str, str]:
         for t, m in zip(response, e.action_mask, strict=True)
     )
     return tokenizer.decode(response), shown
-
-
-def test_the_mask_covers_what_the_assistant_wrote_and_its_end_of_turn_alone() -> None:
-    assert acted(Marked()) == ("a1$\nU:q2|A:a2$\n", "a1$........a2$.")
-
-
-def test_tokens_that_merge_over_the_edge_of_a_turn_belong_to_it() -> None:
-    assert acted(Merging()) == (":a1$\nU:q2|A:a2$\n", ":a1$.......:a2$.")
 
 
 class Opening(Marked):
@@ -114,13 +104,13 @@ def test_p48_a_template_that_drops_reasoning_leaves_its_last_turns_to_learn_from
         assert e.response_text.startswith("<think>")
 
 
-def test_p48_a_turn_that_is_rendered_differently_later_is_not_learned_from_and_named() -> None:
-    response, shown = acted(Forgetful())
-    assert (response, shown) == ("a2$\n", "a2$.")
-
-
-def test_p48_what_opens_an_answer_need_not_stay_in_it() -> None:
-    assert acted(Opening()) == ("a1$\nU:q2|A:a2$\n", "a1$........a2$.")
+@pytest.mark.parametrize(("tokenizer", "response", "shown"), [
+    (Marked(), "a1$\nU:q2|A:a2$\n", "a1$........a2$."), (Merging(), ":a1$\nU:q2|A:a2$\n", ":a1$.......:a2$."),
+    (Forgetful(), "a2$\n", "a2$."), (Opening(), "a1$\nU:q2|A:a2$\n", "a1$........a2$."),
+], ids=["plain", "tokens that merge over the edge of a turn belong to it", "a turn that is rendered differently later",
+        "what opens an answer need not stay in it"])
+def test_p48_the_mask_covers_the_assistant_s_turns_alone(tokenizer: ByteTokenizer, response: str, shown: str) -> None:
+    assert acted(tokenizer) == (response, shown)
 
 
 def test_a_template_that_renders_every_turn_differently_later_is_refused() -> None:

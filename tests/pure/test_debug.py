@@ -19,8 +19,6 @@ from trinity_es.workflows.workflow import Workflow
 
 
 class Broken(Workflow):
-    """Fails deep down, for some runs."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -34,8 +32,6 @@ class Broken(Workflow):
 
 
 class Asking(Workflow):
-    """A sync workflow."""
-
     def run(self) -> list[Experience]:
         [experience] = self.model.chat(self.prompt_messages(), max_tokens=3)
         experience.reward = 2.0
@@ -43,8 +39,6 @@ class Asking(Workflow):
 
 
 class ByClient(Workflow):
-    """Asks as an OpenAI client."""
-
     def run(self) -> list[Experience]:
         client = self.model.get_openai_client()
         client.chat.completions.create(model=client.model_path, messages=self.prompt_messages(), max_tokens=4)
@@ -54,8 +48,6 @@ class ByClient(Workflow):
 
 
 class ByItself(Workflow):
-    """Asks by a client of its own."""
-
     def run(self) -> list[Experience]:
         here = self.model.openai_endpoint()
         client = openai.OpenAI(base_url=here.base_url, api_key=here.token, max_retries=0)
@@ -64,8 +56,6 @@ class ByItself(Workflow):
 
 
 class Judged(Workflow):
-    """Asks the judge."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -98,8 +88,7 @@ def config(tmp_path: Path) -> Path:
 def played(*args: object) -> dict[str, Any]:
     done = cli("debug", *args, "--json")
     assert done.exit_code == 0, (done.stdout, done.stderr)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    return json.loads(done.stdout)
 
 
 def test_p38_a_task_is_played_shown_and_kept_without_an_actor_system(config: Path) -> None:

@@ -136,9 +136,7 @@ class Environment:
         yield
 
 
-async def test_a_cancel_is_heard_at_once_and_one_that_nobody_asked_for_is_not_the_episodes_failure(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancel_is_heard_at_once_and_an_unasked_one_fails_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Served(monkeypatch, lambda config: Environment()) as served:
         assert "pid" in (await served.heard())["result"]
         await served.ask({"id": 1, "run": {}})
@@ -270,9 +268,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_environments_lie_where_the_user_says_or_in_his_data_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_environments_lie_where_the_user_says_or_in_data_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.delenv("TRINITY_ES_ENVIRONMENTS", raising=False)
     assert installs.environments_folder() == tmp_path / "trinity_es" / "environments"
@@ -411,9 +407,7 @@ def test_a_removal_of_what_is_not_there_does_not_say_to_install_it(folder: Path)
         installs.remove("gsm8k-v2")
 
 
-async def test_a_run_tells_that_its_server_is_not_there_and_for_how_long_it_waits(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_tells_that_its_server_is_not_there_and_how_long_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openenv, "TELL_SECONDS", 0.0)
     with socket.socket() as nobody:  # bound and not listening: who connects is refused
         nobody.bind(("127.0.0.1", 0))

@@ -110,24 +110,17 @@ def test_what_is_wrong_with_a_runner_is_told_with_the_way_out(
         assert "trinity-es down" not in line
 
 
-def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
-    rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "loading": 1, "loading_since": 1e9}]
-    since = local_time(1e9).partition("T")[2]
-    assert f"loading weights version 1 since {since}, pid 2" in shown(UP | {"runners": rows})
-
-
-@pytest.mark.parametrize(("load", "said"), [
-    (64, "64 of 64 places taken"), (70, "64 of 64 places taken, 6 more units sent ahead"), (3, "3 of 64 places taken"),
+@pytest.mark.parametrize(("row", "said"), [
+    ({"loading": 1, "loading_since": 1e9},
+     f"loading weights version 1 since {local_time(1e9).partition('T')[2]}, pid 2"),
+    ({"load": 64, "places": 64}, ", 64 of 64 places taken\n"), ({"load": 3, "places": 64}, ", 3 of 64 places taken\n"),
+    ({"load": 70, "places": 64}, ", 64 of 64 places taken, 6 more units sent ahead\n"),
+    ({"state": "started", "waits_for": AWAITED}, f"waits to start its engine: {AWAITED}, pid 2"),
 ])
-def test_no_more_places_are_taken_than_there_are(load: int, said: str) -> None:
-    rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "load": load, "places": 64}]
-    assert f", {said}\n" in shown(UP | {"runners": rows})
-
-
-def test_a_person_is_shown_what_a_runner_waits_for() -> None:
-    rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
-    text = shown(UP | {"runners": rows, "problems": ["something"]})
-    assert f"waits to start its engine: {AWAITED}, pid 2" in text
+def test_a_person_is_shown_what_a_runner_does_or_waits_for(row: dict[str, Any], said: str) -> None:
+    runner = {"runner": "runner-0", "state": "ready", "pid": 2} | row
+    text = shown(UP | {"runners": [runner], "problems": ["something"]})
+    assert said in text
     assert "all is well" not in text
 
 
@@ -153,9 +146,7 @@ def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any
     (None, 0), ({"step": 5, "total_steps": 9, "complete": False}, 1),
     ({"step": 9, "total_steps": 9, "complete": True}, 0),
 ])
-def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
-    run: dict[str, Any] | None, told: int
-) -> None:
+def test_a_system_that_ends_with_its_owner_is_a_problem_if_work_is_left(run: dict[str, Any] | None, told: int) -> None:
     ends = "process 5, which had started it, has ended"
     found = wrong(DOWN | {"ends": ends, "run": run})
     assert len(found) == told
@@ -192,9 +183,7 @@ def test_since_when_nobody_asks_for_anything_is_told(step: int | None, said: str
         f"nothing is wrong here, and no batch is open: the last, 7, was finalized 3 min 20 s ago{said}\n")
 
 
-def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_is_not_there_may_come_after_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'log.sqlite'}"
     config = Config.model_validate({"store": {"url": url}})
     EventLog.open(url, create=True, projectors=projectors()).close()
@@ -216,9 +205,7 @@ def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
     assert said().endswith("the system is starting: its coordinator is not up yet")
 
 
-def test_batches_are_told_as_the_log_has_them_which_is_read_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_told_by_the_log_which_is_read_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path / 'log.sqlite'}"
     config = Config.model_validate({"store": {"url": url}})
 

@@ -27,8 +27,7 @@ class Dataset:
         return cls(arrow.Table.from_pylist(rows))
 
     def to_list(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.table.to_pylist()
-        return found
+        return self.table.to_pylist()
 
 
 @pytest.fixture

@@ -170,7 +170,6 @@ def _parse(path: Path) -> ast.Module:
 
 @cache
 def _is_module(name: str) -> bool:
-    """Whether this is the name of a module or a folder of ours."""
     room = _room(name)
     path = ROOT.joinpath(*name.split(".")[0 if room == ROOMS[-1] else 1:])
     return room in ROOMS and (path.is_dir() or path.with_suffix(".py").is_file())
@@ -234,7 +233,6 @@ def test_the_rooms_are_one_package() -> None:
 
 
 def _folder(module: str) -> str:
-    """The folder, in the repository, of a module of ours; empty for others."""
     room = _room(module)
     parts = module.split(".")[0 if room == ROOMS[-1] else 1:]
     path = ROOT.joinpath(*parts)
@@ -244,7 +242,6 @@ def _folder(module: str) -> str:
 
 
 def _through_walls(path: Path, imports: Iterable[tuple[int, str]]) -> list[str]:
-    """Those of a file's imports that its folder's wall forbids."""
     folder = _name(path.parent)
     if folder not in WALLS or _name(path) == "trinity_es/__init__.py":  # which has every name, when it is first used
         return []
@@ -354,14 +351,11 @@ def test_all_is_sorted_and_real() -> None:
     assert wrong == []
 
 
-def _has_code(path: Path) -> bool:
-    return any(not isinstance(node, ast.Expr) for node in _parse(path).body)
-
-
 def test_every_module_with_code_says_what_it_exports() -> None:
     silent = [
         _name(path) for path in _modules()
-        if path.name != "__main__.py" and _has_code(path) and _exported(path) is None
+        if path.name != "__main__.py" and _exported(path) is None
+        and any(not isinstance(node, ast.Expr) for node in _parse(path).body)  # it has code
     ]
     assert silent == []
 

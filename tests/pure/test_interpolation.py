@@ -44,6 +44,8 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ("${oc.env:NO,http://u:8/v1?x@y}", "http://u:8/v1?x@y"),
     ("${oc.env:NO,null}", None),
     ("${oc.env:NO,'null'}", "null"),
+    ("${oc.env:NO,1.50}", "1.50"),  # it keeps its spelling; OmegaConf makes 1.5 of it
+    ("${oc.env:NO,true}", "true"),
     (r"\${oc.env:A}", "${oc.env:A}"),
     (r"\\${oc.env:A}", r"\a"),
     ("no $ {such} thing $NAME $(x) {y}", "no $ {such} thing $NAME $(x) {y}"),
@@ -52,11 +54,6 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_text_is_resolved(text: str, expected: str | None) -> None:
     assert resolve_texts(text)[:2] == (expected, {})
     assert resolve_texts(escape_texts(expected))[0] == expected
-
-
-def test_a_default_keeps_its_spelling() -> None:
-    """OmegaConf makes 1.5 and True of these."""
-    assert resolve_texts(["${oc.env:NO,1.50}", "${oc.env:NO,true}"])[0] == ["1.50", "true"]
 
 
 def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> None:
@@ -105,21 +102,16 @@ def test_an_override_takes_the_place_of_what_can_not_be_resolved(tmp_path: Path)
     assert refused(tmp_path, "", "name=${HOME}").startswith("--set name: name holds ${HOME}, ")
 
 
-def test_the_name_of_a_task_s_secret_is_kept() -> None:
-    reference = f"${{secret:{'0f' * 12}}}"
-    assert Config.from_dict({"trainer": {"args": {"x": reference}}}).trainer.args == {"x": reference}
-
-
 def test_what_looks_like_one_in_the_end_goes_through_the_dict(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, r"trainer: {args: {x: '\${HOME} ${oc.env:OTHERS}', y: '\\\\\${z}'}}"))
     assert config.trainer.args == {"x": "${HOME} has ${A} in", "y": r"\\${z}"}
     assert Config.from_dict(config.to_dict(), folder="/") == config
     assert config.masked()["trainer"]["args"] == config.trainer.args
+    secret = f"${{secret:{'0f' * 12}}}"  # the name of a task's secret
+    assert Config.from_dict({"trainer": {"args": {"x": secret}}}).trainer.args == {"x": secret}
 
 
-def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_named_as_a_secret_is_one_under_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "hunter2-of-judge")
     args: dict[str, Any] = {
         "api_key": "${oc.env:A,x}", "plain": "${oc.env:JUDGE_API_KEY}", "within": "Key ${oc.env:JUDGE_API_KEY}",

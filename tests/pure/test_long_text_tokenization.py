@@ -142,8 +142,6 @@ class ByteLevel:
 
 
 class Bytes(ByteTokenizer):
-    """Tokenizer of bytes that says so."""
-
     backend_tokenizer = SimpleNamespace(decoder=ByteLevel())
 
 
@@ -152,9 +150,7 @@ BYTES = st.lists(st.lists(st.sampled_from("aé好🦉".encode()), min_size=1, ma
 
 @given(BYTES, BYTES)
 @example([[0xC3], [97]], [[0xA9, 97], [97]])  # the two bytes of é
-def test_the_text_of_a_prompt_is_that_of_all_its_ids_wherever_an_answer_ends(
-    asks: list[list[int]], answers: list[list[int]]
-) -> None:
+def test_a_prompt_s_text_is_that_of_its_ids_wherever_they_end(asks: list[list[int]], answers: list[list[int]]) -> None:
     engine = ScriptedEngine(EngineConfig(model_path=""))
     engine.tokenizer = Bytes()
     model, prompt = Model(engine), list[int]()

@@ -45,11 +45,8 @@ async def test_prompts_are_texts_or_token_ids_and_answers_keep_their_order() -> 
     assert len(await model.generate_async("one")) == 1
     assert (await model.generate_async([97, 98]))[0].prompt_text == "ab"
     assert await model.generate_async([]) == []
-
-
-async def test_a_cut_answer_says_so() -> None:
     (e,) = await Model(Recorder(response="abcdef"), defaults={"max_tokens": 3}).generate_async("x")
-    assert e.truncate_status == "response_truncated"
+    assert e.truncate_status == "response_truncated", "a cut answer says so"
 
 
 async def test_a_chat_that_ends_with_the_assistant_continues_it() -> None:
@@ -101,9 +98,6 @@ async def test_a_sampling_that_can_not_be_is_told_by_name_whoever_gave_it(bad: d
         Model(Recorder(), defaults=bad)
     with pytest.raises(WorkflowError, match=name):
         await Model(Recorder()).generate_async("x", **bad)
-
-
-def test_an_unknown_sampling_name_lists_the_known_ones() -> None:
     with pytest.raises(DataError, match="known are temperature, top_p, top_k, max_tokens"):
         Model(Recorder(), defaults={"max_new_tokens": 4})
 

@@ -72,7 +72,6 @@ def asks(response: str, difficulty: float) -> float:
 
 
 def no_reward(workflow: type[Any], judge: Any) -> str:
-    """Play a task with a reward that gives none; return what is said of it."""
     status, found = played(workflow, judge)
     assert not status.ok
     assert found == []

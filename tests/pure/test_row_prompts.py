@@ -21,8 +21,7 @@ def messages(workflow: str, prompt: Any, format_args: dict[str, Any] | None = No
     raw = {"prompt": prompt, "question": prompt, "answer": "A", "choices": ["5", "6"], **row}
     task = Task(workflow=workflow, raw_task=raw, format_args=format_args or {}, reward_fn="math_reward")
     made: Any = WORKFLOWS.get(workflow)(task=task, model=None)
-    found: list[dict[str, Any]] = made.format_messages() if hasattr(made, "format_messages") else made.prompt_messages()
-    return found
+    return made.format_messages() if hasattr(made, "format_messages") else made.prompt_messages()
 
 
 NAMES = [name for name in WORKFLOWS.names() if name not in ("verifiers", "openenv")]
@@ -33,6 +32,8 @@ def test_a_row_of_messages_is_asked_as_its_text_is(name: str) -> None:
     text, chat = (messages(name, prompt) for prompt in ASKED)
     assert text == chat
     assert not any("{'role'" in m["content"] for m in chat)
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2+3?"}]
+    assert messages(name, [{"role": "user", "content": parts}]) == messages(name, "What is\n2+3?")
     text, chat = (messages(name, prompt, FORMAT) for prompt in ASKED)
     assert text == chat
     assert chat[0]["role"] == "system"
@@ -75,12 +76,6 @@ def test_messages_are_the_runs_own() -> None:
     asked = Workflow(task=task, model=None).prompt_messages()
     asked[0]["content"] += " Think."
     assert task.task_desc == [USER]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_of_a_content_are_one_text(name: str) -> None:
-    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2+3?"}]
-    assert messages(name, [{"role": "user", "content": parts}]) == messages(name, "What is\n2+3?")
 
 
 def test_a_message_of_tool_calls_alone_has_an_empty_content() -> None:

@@ -93,9 +93,7 @@ def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.
     (pa.array([[], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
      "row 1: column 'x': the key 'k' appears twice: fix the value, or remove the row"),
 ])
-def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened(
-    tmp_path: Path, column: pa.Array, said: str
-) -> None:
+def test_what_has_no_form_in_json_is_refused_by_its_column(tmp_path: Path, column: pa.Array, said: str) -> None:
     with pytest.raises(TasksetError, match=said):
         opened(table(tmp_path, prompt=pa.array(["a", "b"]), x=column))
 
@@ -179,9 +177,7 @@ LONG = "10000.*0 is a whole number of more than 64 bits"
     ("t.jsonl", b'{"prompt": "a", "answer": %s%s}' % (b"[" * 900, b"]" * 900),
      r"line 1: not JSON \(the JSON is nested too deeply\)"),
 ], ids=lambda value: ascii(value)[:40])
-def test_a_file_that_is_no_lines_of_rows_is_refused_with_its_line(
-    tmp_path: Path, name: str, content: bytes, said: str
-) -> None:
+def test_a_file_that_is_no_rows_is_refused_with_its_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TasksetError, match=said):
         opened(tmp_path / name)

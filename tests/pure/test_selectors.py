@@ -15,7 +15,6 @@ from trinity_es.actors.config.data_sections import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.tasksets.mix import Mix
-from trinity_es.tasksets.selectors import Difficulty
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
 
@@ -74,7 +73,6 @@ def test_p50_difficulty_learns_as_the_known_system_does(tmp_path: Path) -> None:
     how = learns(2, m=4, tau=0, target_reward=0.8)
     taskset = levels(tmp_path, **how)
     assert drawn(taskset, 4) == [[0, 1, 2, 3]]  # all rates are 1/2
-    assert isinstance(taskset.selector, Difficulty)
     mix = Mix([taskset])
     mix.learn({"t": ([0, 1, 2, 3], [0.0, 1.0, 0.5, 0.25]), "other": ([1], [1.0])})
     # by hand, for row 1 (features 0.7, 1.0) and row 5 (0.5, 0.8), which was not played
@@ -119,8 +117,6 @@ def test_difficulty_draws_though_rewards_are_no_rates(tmp_path: Path, reward: fl
         Mix([taskset]).learn({"t": (list(range(10)), [reward] * 10)})
         assert len(drawn(taskset, 3)[0]) == 3
         Mix([bound]).learn({"t": (list(range(10)), [min(max(reward, 0.0), 1.0)] * 10)})
-    assert isinstance(taskset.selector, Difficulty)
-    assert isinstance(bound.selector, Difficulty)
     assert np.array_equal(taskset.selector.beliefs, bound.selector.beliefs)
 
 

@@ -26,18 +26,14 @@ def last_submittable(course: SyncPolicy, *, done: int, trained: int) -> int:
     (2, 1, {0: 3, 2: 5, 4: 7}),
     (2, 3, {0: 5, 2: 7}),
 ])
-def test_p34_fixed_generates_a_period_and_its_offset_ahead_of_the_weights(
-    interval: int, offset: int, expected: dict[int, int]
-) -> None:
+def test_p34_fixed_generates_a_period_and_offset_ahead(interval: int, offset: int, expected: dict[int, int]) -> None:
     course = SyncPolicy(interval=interval, offset=offset)
     assert {done: last_submittable(course, done=done, trained=done) for done in expected} == expected
     assert [v for v in range(1, 7) if course.publishes(v)] == list(range(interval, 7, interval))
 
 
 @given(interval=st.integers(1, 5), offset=st.integers(0, 5), steps=st.integers(1, 30))
-def test_p34_fixed_never_stands_still_and_each_step_has_one_possible_version(
-    interval: int, offset: int, steps: int
-) -> None:
+def test_p34_fixed_never_stands_still_and_each_step_has_one_version(interval: int, offset: int, steps: int) -> None:
     """Whoever is fast: all steps that may be submitted are, or only those that must be; versions come out the same."""
     course = SyncPolicy(interval=interval, offset=offset)
     done, submitted, from_version = 0, 0, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.safe_text import summary
-from trinity_es.tasksets import hub
+from trinity_es.tasksets import hub, reasoning_gym
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
 COMMIT = "0123456789" * 4
@@ -110,9 +111,7 @@ def test_what_a_name_means_when_a_run_begins_is_its_source(opened: Any) -> None:
     ({}, {}), ({}, {"revision": COMMIT}), ({"asked": "v1"}, {"revision": "v1"}),
     ({"subset": "hard"}, {}), ({"subset": "hard"}, {"subset": "hard"}),
 ], ids=["the same", "the commit of its branch", "a tag", "its default subset", "its default subset by its name"])
-def test_what_is_recorded_is_read_and_not_what_the_name_means_now(
-    opened: Any, began: dict[str, Any], keys: dict[str, Any]
-) -> None:
+def test_the_recorded_source_is_read_and_no_newer_one(opened: Any, began: dict[str, Any], keys: dict[str, Any]) -> None:
     recorded = replace(RECORDED, **began)
     taskset = opened(recorded, **keys)
     assert taskset.source == recorded
@@ -131,9 +130,7 @@ def test_what_is_recorded_is_read_and_not_what_the_name_means_now(
     ({}, {"path": "letters.jsonl", "split": None}, r"its path is letters\.jsonl in the config"),
     ({"rows": 4}, {}, f"has 3 rows, {COMMIT} here, but .* began with 4 rows, {COMMIT}"),
 ])
-def test_something_else_than_a_run_began_with_is_refused(
-    opened: Any, began: dict[str, Any], keys: dict[str, Any], told: str
-) -> None:
+def test_a_source_that_changed_is_refused(opened: Any, began: dict[str, Any], keys: dict[str, Any], told: str) -> None:
     with pytest.raises(TasksetError, match=f"{told}.*, or start a new run under another `name`"):
         opened(replace(RECORDED, **began), **keys)
 
@@ -329,3 +326,13 @@ def test_j4_a_log_of_such_a_run_is_read_without_the_packages(tmp_path: Path, com
 def test_j4_its_pages_are_shown_without_the_packages(tmp_path: Path, page: str) -> None:
     with TestClient(create_app(str(made_log(tmp_path))), base_url="http://localhost") as client:
         assert client.get(page).status_code == 200
+
+
+def test_a_syntax_warning_of_reasoning_gym_s_imports_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reasoning_gym.py").write_text('NEVER = 1 is "a"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reasoning_gym._require_package().NEVER is False
+    del sys.modules["reasoning_gym"]

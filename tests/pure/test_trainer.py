@@ -45,9 +45,7 @@ def test_numbers_of_every_kind_are_metrics() -> None:
     *((name, 1.0, "needs a name of at most 200 characters, without NUL: it is left out")
       for name in ("x" * 201, "a\0b", "\ud800")),
 ], ids=lambda value: ascii(value)[:20])
-def test_a_metric_that_no_log_takes_is_left_out_and_told(
-    name: str, value: Any, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_metric_that_no_log_takes_is_told(name: str, value: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert learn(Trainer({"loss": 0.1, name: value}), 3, ONE) == {"loss": 0.1}
     assert told in caplog.text

@@ -101,7 +101,6 @@ def config(folder: Path) -> trinity_es.Config:
 
 
 def submitted(folder: Path, client: StandInClient, args: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Return the task that a trainer with these settings has played."""
     Rollouts(config(folder), **given)(["c=", "c="], StandInTrainer([{"prompt": "c="}], **args))
     [task] = client.submitted.pop("0/trl-train-0")
     return task
@@ -121,9 +120,7 @@ def test_tasks_ask_for_prompts_as_trl_has_them(tmp_path: Path, client: StandInCl
             AsyncRollouts(config(tmp_path), Rows([{"prompt": "c="}]), format_args={key: "x"})
 
 
-def test_generation_kwargs_go_before_the_other_settings_and_what_no_engine_knows_is_refused(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_generation_kwargs_go_first_and_what_no_engine_knows_is_refused(tmp_path: Path, client: StandInClient) -> None:
     more = {"temperature": 0.5, "max_new_tokens": 5, "stop_strings": ["."], "top_k": 0, "do_sample": True}
     task = submitted(tmp_path, client, {"generation_kwargs": more}, rollout_args={"seed": 3})
     assert task["rollout_args"] == {

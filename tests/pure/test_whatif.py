@@ -51,7 +51,6 @@ def past(*batches: PastBatch, lives: list[Life] | None = None, changes: list[Wei
 
 
 def whole(number: int) -> list[ev.Event]:
-    """A batch without tasks."""
     submitted = ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[])
     state = evolve(None, submitted)
     return [submitted, ev.BatchFinalizing(), ev.BatchFinalized(result=batch_result(state))]

@@ -1,4 +1,6 @@
-"""P2, P9: workflows under the names that users of the known system have subclassed, and what they read of a task."""
+"""P2, P9: workflows under the names that users of the known system have subclassed, and what they read of a task;
+the script of the scripted engine.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import pytest
 from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow, Workflow
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.errors import ConfigError
 from trinity_es.events.errors import EngineError, WorkflowError
 from trinity_es.events.values import Args, Status, Task, task_from_dict, task_to_dict
 from trinity_es.testing import ScriptedEngine
@@ -22,8 +25,6 @@ HERE = "tests.pure.test_workflows_simple"
 
 
 class Share(RewardFn):
-    """Share of the response that is the truth."""
-
     def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
         self.scale = scale
 
@@ -156,3 +157,20 @@ def test_the_parameters_of_a_reward_are_read_for_each_set_of_preset_names_and_of
     with pytest.raises(WorkflowError, match="needs scale"):
         Reward(Task(reward_fn=scaled))(**values)
     assert Reward(Task(reward_fn=scaled, raw_task={"scale": 5.0}))(**values) == 15.0
+
+
+@pytest.mark.parametrize(("script", "told"), [
+    ({"token_seconds": -1}, "token_seconds is -1 in the script: give a number of seconds, at least 0"),
+    ({"token_seconds": "abc"}, "token_seconds is 'abc' in the script"),
+    ({"load_seconds": float("inf")}, "load_seconds is inf in the script"),
+    ({"latency_seconds": [0, "x"]}, r"latency_seconds is \[0, 'x'\] in the script: .*, or two of them"),
+    ({"rules": [{}, {"latency_seconds": -2}]}, "latency_seconds is -2 in rule 2 of the script"),
+])
+def test_a_duration_that_is_none_is_named(script: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ScriptedEngine(EngineConfig(model_path="", options=script))
+
+
+def test_durations_are_numbers_or_for_latency_two() -> None:
+    script = {"token_seconds": 1, "latency_seconds": [0.0, 0.1], "rules": [{"prompt": "a"}]}
+    ScriptedEngine(EngineConfig(model_path="", options=script))

@@ -158,7 +158,6 @@ _ACTORS = {"guardian": SimGuardian, "coordinator": SimCoordinator, "runner": Sim
 
 
 def spawn_actor(process: Process, kind: str) -> Any:
-    """Return the actor of a new process."""
     actor = _ACTORS[kind]()
     actor.process = process
     return actor

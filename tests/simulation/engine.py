@@ -46,8 +46,6 @@ class SimEngine:
 
 
 class SimPool:
-    """Worker pool without workers."""
-
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 

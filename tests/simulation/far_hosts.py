@@ -58,7 +58,6 @@ class FarHost:
 
     def dial(self) -> None:
         fleet, world = self.world.coordinator.hosts, self.world
-        assert fleet is not None
         said = {"name": self.name, "life": f"life {self.lives}", "pid": 1, "places": {"gpu": 8}, "build": VERSION}
         life = self.lives
 
@@ -98,7 +97,6 @@ class FarHost:
 
     def send(self, items: Items) -> None:
         fleet, epoch = self.world.coordinator.hosts, self.epoch
-        assert fleet is not None
         self.world.coordinator.post(lambda: fleet.take(self.name, epoch, items))
 
     def take(self, connection: int, to: str, message: Any) -> None:
@@ -120,18 +118,15 @@ class FarHost:
         if connection and connection == self.connection:
             self.connection = 0
             fleet, epoch, heard = self.world.coordinator.hosts, self.epoch, self.world.now
-            assert fleet is not None
             self.world.coordinator.post(lambda: fleet.on_disconnected(self.name, epoch, why, heard))
 
     def end(self) -> None:
-        """End all processes of this host."""
         self.cut(self.connection, "it ended the connection")
         for runner in self.runners.values():
             runner.gone = True
         self.runners = {}
 
     def strike(self, kind: str) -> None:
-        """Apply a fault to this host."""
         self.world.strike(kind)
         if kind == "broken":
             self.cut(self.connection, "the link broke")

@@ -144,9 +144,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
             self.awake = False
 
-    def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> asyncio.Handle:
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         handle = asyncio.TimerHandle(world().now + delay, callback, args, self, context)
         world().later(delay, self.process, "", lambda: self._ring(handle))
         return handle

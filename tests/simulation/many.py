@@ -86,7 +86,6 @@ class ManyCoordinator(doubles.SimCoordinator):
         batches._on_pipeline_done = meter.timed("finalize", batches._on_pipeline_done)  # type: ignore[method-assign]
         batches.start_pipeline = meter.timed("finalize", batches.start_pipeline)  # type: ignore[method-assign]
         fleet = self.hosts
-        assert fleet is not None
         fleet.hello = meter.timed("join", fleet.hello)  # type: ignore[method-assign]
         fleet._lose = meter.timed("loss", fleet._lose)  # type: ignore[method-assign]
         fleet._on_leaves = meter.timed("loss", fleet._on_leaves)  # type: ignore[method-assign]
@@ -168,9 +167,7 @@ class _Pipeline:
 
     def run(self, job: Any) -> None:
         n = len(job.refs)
-        done = PipelineDone(
-            {"pipeline/experiences": float(n)}, [PayloadRef(digest="d" * 64, first=0, count=n)], n, 0
-        )
+        done = PipelineDone({"pipeline/experiences": float(n)}, [PayloadRef(digest="d" * 64, first=0, count=n)], n, 0)
         doubles.world().later(0.1, None, "", lambda: self.post(lambda: job.done(done)))
 
 

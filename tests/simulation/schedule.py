@@ -208,7 +208,7 @@ def _strike_process(world: World, fault: Fault) -> None:
         kind = "kill_guardian"
     who = {"kill_guardian": "guardian", "takeover": "guardian", "retire": "guardian"}.get(kind)
     if who is None:
-        who = "coordinator" if kind.endswith("coordinator") else f"runner-{fault.who % world_runners(world)}"
+        who = "coordinator" if kind.endswith("coordinator") else f"runner-{fault.who % world.config.rollout.engine_num}"
     process = world.find(who)
     if process is None:
         return
@@ -230,10 +230,6 @@ def _strike_process(world: World, fault: Fault) -> None:
     else:
         world.strike(kind)
         world.stop(process, fault.seconds)
-
-
-def world_runners(world: World) -> int:
-    return world.config.rollout.engine_num
 
 
 # --- shrinking --------------------------------------------------------------------------------------------------------

@@ -14,22 +14,7 @@ from typing import Any
 import orjson
 
 from tests.simulation.world import Process, Violation, World
-from trinity_es.actors.commands import (
-    AbortBatch,
-    AcknowledgeBatch,
-    AddTasks,
-    Command,
-    DropOpenTasks,
-    FinalizeBatch,
-    PollBatch,
-    RestartRunner,
-    ScheduleTasks,
-    SubmitBatch,
-    SyncWeights,
-    TakeExperiences,
-    TakeResults,
-    encode,
-)
+from trinity_es.actors import commands
 from trinity_es.actors.requests import Parcel, Reply, Request, Where, WhereReply
 from trinity_es.events.store.checks.log_end import Mark, lost_between
 from trinity_es.events.values import BatchId, batch_stream
@@ -60,12 +45,10 @@ class BatchPlan:
 
 
 class Call:
-    """One request, until it is answered."""
-
-    def __init__(self, trainer: Trainer, command: Command[Any], done: Callable[[Reply], None]) -> None:
+    def __init__(self, trainer: Trainer, command: commands.Command[Any], done: Callable[[Reply], None]) -> None:
         trainer.last_id += 1
         self.trainer, self.done = trainer, done
-        self.request = Request(f"q{trainer.last_id}", command.name, encode(command), trainer.known)
+        self.request = Request(f"q{trainer.last_id}", command.name, commands.encode(command), trainer.known)
         self.tries = 0
         self.over = False
         trainer.calls[self.request.id] = self
@@ -185,7 +168,7 @@ class Trainer:
                     self.later(plan.abort_after, lambda: self.abort(plan))
                 self.collect(plan)
 
-        Call(self, ScheduleTasks(batch_id=plan.batch_id, tasks=Parcel(orjson.dumps(tasks))), answered)
+        Call(self, commands.ScheduleTasks(batch_id=plan.batch_id, tasks=Parcel(orjson.dumps(tasks))), answered)
 
     def collect(self, plan: BatchPlan, since: float | None = None) -> None:
         since = self.world.now if since is None else since
@@ -206,7 +189,7 @@ class Trainer:
             else:
                 self.collect(plan, since)
 
-        Call(self, PollBatch(batch_id=plan.batch_id, at_least=1, seconds=seconds, resume=True), answered)
+        Call(self, commands.PollBatch(batch_id=plan.batch_id, at_least=1, seconds=seconds, resume=True), answered)
 
     def take(self, plan: BatchPlan, submission: str, since: float) -> None:
         state = self.world.invariants.batches[batch_stream(plan.batch_id)]  # as the log says
@@ -218,10 +201,10 @@ class Trainer:
                 self.world.invariants.took(plan, submission, reply.id, got)
             self.later(0.05, lambda: self.collect(plan, since))
 
-        Call(self, TakeResults(batch_id=plan.batch_id, submission=submission, tasks=numbers), answered)
+        Call(self, commands.TakeResults(batch_id=plan.batch_id, submission=submission, tasks=numbers), answered)
 
     def drop(self, plan: BatchPlan, since: float) -> None:
-        command = DropOpenTasks(batch_id=plan.batch_id, reason="simulated")
+        command = commands.DropOpenTasks(batch_id=plan.batch_id, reason="simulated")
         Call(self, command, lambda reply: self.later(0.1, lambda: self.collect(plan, since)))
 
     # --- the script of a batch --------------------------------------------------------------------------------------
@@ -230,7 +213,7 @@ class Trainer:
             self.schedule(plan)
             return
         tasks = [{"workflow": "sim:Sim", "repeat_times": n} for n in plan.runs]
-        command = SubmitBatch(
+        command = commands.SubmitBatch(
             batch_id=plan.batch_id, batch_type=plan.batch_type,  # type: ignore[arg-type]  # of a scheduled one above
             tasks=Parcel(orjson.dumps(tasks)), min_wait_num=plan.min_wait, cursor=None,
         )
@@ -249,7 +232,7 @@ class Trainer:
 
     def finalize(self, plan: BatchPlan, again: bool = False) -> None:
         state = self.world.invariants.batches.get(batch_stream(plan.batch_id))  # as the log says, or a bug has it
-        command = FinalizeBatch(
+        command = commands.FinalizeBatch(
             batch_id=plan.batch_id, batch_type=plan.batch_type, timeout=plan.timeout,  # type: ignore[arg-type]  # as above
             groups=len(plan.runs) + 1 if plan.refills and state is not None and not state.additions else None,
         )
@@ -277,7 +260,7 @@ class Trainer:
             self.world.invariants.add_answered(plan, reply.id, _error(reply))
             self.later(0.1, lambda: self.finalize(plan))
 
-        Call(self, AddTasks(batch_id=plan.batch_id, tasks=tasks, cursor=None), answered)
+        Call(self, commands.AddTasks(batch_id=plan.batch_id, tasks=tasks, cursor=None), answered)
 
     def take_from_queue(self, plan: BatchPlan) -> None:
         """Take some experiences from the queue, then acknowledge the batch."""
@@ -287,7 +270,7 @@ class Trainer:
             self.world.invariants.take_answered(reply.id, n, _error(reply), reply.value.inline)
             self.acknowledge(plan)
 
-        Call(self, TakeExperiences(n=n, timeout=1.0, step=1), answered)
+        Call(self, commands.TakeExperiences(n=n, timeout=1.0, step=1), answered)
 
     def acknowledge(self, plan: BatchPlan) -> None:
         def answered(reply: Reply) -> None:
@@ -298,10 +281,10 @@ class Trainer:
             else:
                 self.left.discard(plan.batch_id)
 
-        Call(self, AcknowledgeBatch(batch_id=plan.batch_id, step=1, metrics={}), answered)
+        Call(self, commands.AcknowledgeBatch(batch_id=plan.batch_id, step=1, metrics={}), answered)
 
     def abort(self, plan: BatchPlan) -> None:
-        command = AbortBatch(batch_id=plan.batch_id, reason="simulated", keep_partial_results=True)
+        command = commands.AbortBatch(batch_id=plan.batch_id, reason="simulated", keep_partial_results=True)
 
         def answered(reply: Reply) -> None:
             if _error(reply) == "LogUnavailable":
@@ -310,14 +293,14 @@ class Trainer:
         Call(self, command, answered)
 
     def sync(self, version: int) -> None:
-        Call(self, SyncWeights(version=version, path=f"/weights/{version}", timeout=20.0), lambda reply: None)
+        Call(self, commands.SyncWeights(version=version, path=f"/weights/{version}", timeout=20.0), lambda reply: None)
 
     def restart(self, name: str) -> None:
         """Request a restart of a runner's current incarnation. Do nothing without a guardian."""
         children = getattr(self.world.guardian.receiver, "children", {}) if self.world.guardian is not None else {}
         if name in children:
             self.world.strike("restart_runner")
-            command = RestartRunner(runner=name, incarnation=children[name].incarnation, reason="simulated")
+            command = commands.RestartRunner(runner=name, incarnation=children[name].incarnation, reason="simulated")
             Call(self, command, lambda reply: None)
 
 

@@ -157,7 +157,6 @@ class World:
 
     # --- processes --------------------------------------------------------------------------------------------------
     def spawn(self, kind: str, parent: Process | None, system: int | None = None) -> Process:
-        """Start a process with an actor of this kind."""
         self.last_pid += 1
         process = Process(self.last_pid, kind, self.systems if system is None else system, parent, self.now)
         self.processes[process.pid] = process
@@ -254,9 +253,7 @@ class World:
 
         first = self.store.last_incarnation() + 1
         configure = Configure(self.config, 0, first)
-        self.later(
-            0.0, guardian, "is configured", lambda: guardian.receiver.receiveMessage(configure, None)
-        )
+        self.later(0.0, guardian, "is configured", lambda: guardian.receiver.receiveMessage(configure, None))
 
     def find(self, kind: str) -> Process | None:
         """Return the live process of this kind in the current system, as its guardian lists it, or None."""
@@ -354,12 +351,9 @@ worlds: list[World] = []
 
 
 def world() -> World:
-    """Return the current world."""
     return worlds[-1]
 
 
 def here() -> Process:
     """Return the process whose code is running."""
-    process = world().current
-    assert process is not None
-    return process
+    return world().current

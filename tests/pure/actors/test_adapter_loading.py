@@ -39,7 +39,6 @@ class Fleet(LiveLog):
         self.speak(name, incarnation)
 
     def speak(self, name: str, incarnation: int, state: str = "ready") -> None:
-        """A runner says how it is, and does as it is told."""
         self.tell(name, incarnation, state)
         self.turn()
 

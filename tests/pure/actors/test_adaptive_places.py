@@ -200,11 +200,9 @@ vllm:generation_tokens_total 1e6
 
 def test_a_server_s_gauges_are_its_load_over_all_its_engines() -> None:
     told = parse_load(GAUGES)
-    assert told is not None
     assert (told.running, told.waiting, told.recomputed) == (40, 0, 0)
     assert told.share == told.kv_share == pytest.approx(0.4), "room for more requests"
     waits = parse_load(GAUGES.replace('} 0.0', '} 2.0'))
-    assert waits is not None
     assert (waits.waiting, waits.share) == (4, 1.0), "it runs as many as it takes"
 
 
@@ -266,9 +264,7 @@ async def test_places_become_more_and_fewer_while_units_wait_and_play() -> None:
 
 
 @pytest.mark.parametrize(("given", "full", "count"), [("auto", False, 128), ("auto", True, 64), (64, False, 64)])
-def test_places_follow_an_engine_unless_a_number_is_given_or_units_wait_for_processes(
-    given: Any, full: bool, count: int
-) -> None:
+def test_places_follow_an_engine_unless_a_number_is_given_or_workers_full(given: Any, full: bool, count: int) -> None:
     places, told = Places(given), list[int]()
     engine, workers = SimpleNamespace(on_load=None), SimpleNamespace(full=full)
     places.watch(cast(Any, engine), lambda: told.append(places.count), cast(Any, workers))

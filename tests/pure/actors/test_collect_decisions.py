@@ -30,12 +30,10 @@ def opened(*requests: str) -> BatchState:
     state: BatchState | None = None
     for request in requests:
         state = fold(schedule(state, request=request), state)
-    assert state is not None
     return state
 
 
 def run(state: BatchState, task: int, run: int, *, seconds: float = 1.0) -> BatchState:
-    """One run of a task is dispatched and comes back."""
     unit = state.pending[task, run]
     state = evolve(state, ev.TasksDispatched(runner="r", incarnation=1, units=[unit], model_version=0))
     last = len(state.tasks[task].done) + 1 == state.tasks[task].total_runs
@@ -52,21 +50,16 @@ def done(state: BatchState, *tasks: int) -> BatchState:
     return state
 
 
-def test_p17_tasks_that_join_are_numbered_on_and_wait_behind() -> None:
+def test_p17_tasks_that_join_are_numbered_on_and_wait_behind_and_a_repeated_request_changes_nothing() -> None:
     state = opened("one", "two")
     assert list(state.pending) == [(t, r) for t in range(4) for r in range(2)]
     assert (state.expected_task_count, state.submission, state.additions) == (4, "one", {"two": 2})
+    assert schedule(state, request="one") == schedule(state, request="two") == []
     [event] = schedule(state, request="three", evals=[1])
     assert isinstance(event, ev.TasksAdded)
     assert event.evals == [5]
     assert [task.is_eval for task in evolve(state, event).tasks] == [False] * 5 + [True]
     assert codec.check(event)[1] == event
-
-
-def test_p17_the_same_request_again_changes_nothing() -> None:
-    state = opened("one", "two")
-    assert schedule(state, request="one") == []
-    assert schedule(state, request="two") == []
 
 
 def test_p17_what_cant_be_scheduled() -> None:
@@ -94,7 +87,6 @@ def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:
     assert collect_decisions.end_if_done(state) == []  # nobody has taken them
     state = fold(collect_decisions.take(state, [1, 3], "b"), state) or state
     [end] = collect_decisions.end_if_done(state)
-    assert isinstance(end, ev.BatchFinalized)
     assert (len(end.experiences), end.selected) == (8, 8)
     assert end.result["finished_task_count"] == 4
     assert recomputed_result(state, end) == end.result

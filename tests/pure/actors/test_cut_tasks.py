@@ -34,36 +34,27 @@ def dispatched(*tasks: int) -> ev.Event:
 
 
 def ended(state: BatchState | None, *, cut: bool = True) -> BatchState:
-    """Finalize a batch after what task 1 has was kept."""
     state = fold([dispatched(0, 1, 2), KEPT], state)
-    assert state is not None
     state = fold(batches.start_finalizing(state, cut=cut), state)
-    assert state is not None
-    state = fold([ev.BatchFinalized(result=batch_result(state))], state)
-    assert state is not None
-    return state
+    return fold([ev.BatchFinalized(result=batch_result(state))], state)
 
 
 def test_a_task_goes_on_with_what_was_kept_of_it_and_its_cuts_are_counted() -> None:
     earlier = ended(fold(submitted(1)))
     assert earlier.cut == {0, 1, 2}
-    assert earlier.final_result is not None
     assert earlier.final_result["metrics"]["rollout/cut_task_count"] == 3
     for cuts in (1, 2):
         task = cut_tasks.continued_task(0, earlier, 1 if cuts == 1 else 0)
         assert task == ev.ContinuedTask(task=0, batch_id=cuts, cut_task=1 if cuts == 1 else 0, cuts=cuts)
         state = fold(submitted(cuts + 1, task))
-        assert state is not None
         [event] = cut_tasks.kept_attempts(task, earlier, state) or [None]
         if cuts == 1:
             assert event == replace(KEPT, task=0, attempt=0)
             state = fold([event, dispatched(0)], state)
-            assert state is not None
             assert state.flights[0, 0].kept == event
         else:
             assert event is None, "nothing was kept of it"
         earlier = ended(fold(submitted(cuts + 1, task)))
-        assert earlier.final_result is not None
         assert earlier.final_result["metrics"]["rollout/continued_task_count"] == 1
 
 
@@ -76,11 +67,8 @@ def test_only_what_an_ended_batch_cut_goes_on(earlier: BatchState | None, number
 
 
 @pytest.mark.parametrize(("cuts", "bound", "waits"), [(7, None, False), (8, None, True), (1, 2, False), (2, 2, True)])
-def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_stale(
-    cuts: int, bound: int | None, waits: bool
-) -> None:
+def test_a_task_is_not_cut_so_often_that_answers_are_lost_or_stale(cuts: int, bound: int | None, waits: bool) -> None:
     state = fold(submitted(9, ev.ContinuedTask(task=2, batch_id=8, cut_task=0, cuts=cuts)))
-    assert state is not None
     assert cut_tasks.has_uncuttable_task(state, bound) is waits
     runs = [ev.RunResult(run=run, metrics={"reward": 1.0}) for run in range(2)]
     done = ev.TaskFinished(task=2, run_id_base=0, attempt=1, runner="runner-0", incarnation=1, runs=runs, payload=None,
@@ -90,11 +78,8 @@ def test_a_task_is_not_cut_so_often_that_its_answers_would_begin_again_or_be_sta
 
 def test_a_task_that_is_run_again_before_its_batch_ends_is_not_cut() -> None:
     state = fold([*submitted(1), dispatched(0, 1, 2)])
-    assert state is not None
     state = fold([*batches.start_finalizing(state, cut=True), ev.FinalizeFailed(error="no operator")], state)
-    assert state is not None
     state = fold(batches.reopen(state, 1, [1], reason="", request="r", runs_per_unit=None), state)
-    assert state is not None
     assert state.cut == {0, 2}
 
 

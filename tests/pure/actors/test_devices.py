@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trinity_es.actors.engines.devices import (
-    core_share,
-    cuda_visible_devices,
-    device_environment,
-    engine_beyond_gpus,
-    first_gpus,
-    usable_cores,
-    visible_gpus,
-)
+from trinity_es.actors.engines import devices
+from trinity_es.actors.engines.devices import cuda_visible_devices, device_environment, engine_beyond_gpus
 
 
 def test_engines_take_gpus_in_line() -> None:
-    places = first_gpus([("runner-0", 2), ("runner-1", 2), ("judge-0", 1), ("judge-1", 1)])
+    places = devices.first_gpus([("runner-0", 2), ("runner-1", 2), ("judge-0", 1), ("judge-1", 1)])
     assert places == {"runner-0": 0, "runner-1": 2, "judge-0": 4, "judge-1": 5}
     names = [str(i) for i in range(6)]
     counts = {"runner-0": 2, "runner-1": 2, "judge-0": 1, "judge-1": 1}
@@ -44,17 +37,18 @@ def test_an_engine_that_spans_more_gpus_than_there_are_is_named() -> None:
 
 def test_what_the_user_allowed_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", " 4, GPU-abc ")
-    assert visible_gpus() == ["4", "GPU-abc"]
+    assert devices.visible_gpus() == ["4", "GPU-abc"]
     for nothing in ("", "-1", " -1,0"):  # CUDA ignores all after an invalid name
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
-        assert visible_gpus() == []
+        assert devices.visible_gpus() == []
 
 
 def test_without_a_gpu_engines_share_out_the_cores() -> None:
-    assert [core_share(range(16), n, 2) for n in range(2)] == [list(range(7)), list(range(8, 15))]
-    assert core_share(range(8), 0, 1) == core_share(range(3), 0, 2) == core_share([], 0, 2) == []  # it chooses itself
+    assert [devices.core_share(range(16), n, 2) for n in range(2)] == [list(range(7)), list(range(8, 15))]
+    for cores, of in ((range(8), 1), (range(3), 2), ([], 2)):
+        assert devices.core_share(cores, 0, of) == []  # it chooses itself
     for of in range(2, 9):
-        each = [core_share(range(17), n, of) for n in range(of)]
+        each = [devices.core_share(range(17), n, of) for n in range(of)]
         assert all(each)
         mine = [cpu for cpus in each for cpu in cpus]
         assert len(mine) == len(set(mine)) <= 17 - of, "two engines on one core, or none left to schedule"
@@ -65,14 +59,12 @@ def test_of_a_physical_core_one_cpu_is_taken(tmp_path: Path, monkeypatch: pytest
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    assert usable_cores(tmp_path) == [0, 1]
+    assert devices.usable_cores(tmp_path) == [0, 1]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 7}, raising=False)  # what a container was given
-    assert usable_cores(tmp_path) == [2, 3, 7]
+    assert devices.usable_cores(tmp_path) == [2, 3, 7]
 
 
-def test_an_engine_s_place_is_told_by_the_environment_and_what_the_user_set_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environment_tells_an_engine_its_place_and_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("trinity_es.actors.engines.devices.usable_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -64,8 +64,6 @@ class Gated:
 
 
 class Served(Gated):
-    """One with an HTTP application of its own."""
-
     async def application(self, name: str, recording: Any) -> Any:
         async def answers(scope: Any, receive: Any, send: Any) -> None:
             if scope["method"] == "POST":
@@ -79,12 +77,12 @@ def answer(reason: str, *ids: int) -> Completion:
     return Completion(prompt_token_ids=[1], token_ids=list(ids), logprobs=None, text="", finish_reason=reason)
 
 
-def finishing(inner: Gated, seconds: float = PATIENCE) -> FinishingEngine:
-    return FinishingEngine(cast(Engine, inner), seconds)
+def gated(inner: Gated | None = None, seconds: float = PATIENCE) -> tuple[Any, FinishingEngine]:
+    inner = inner or Gated()
+    return inner, FinishingEngine(cast(Engine, inner), seconds)
 
 
 async def settled() -> None:
-    """Let everything run that can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -100,8 +98,7 @@ async def collected(parts: AsyncGenerator[Completion]) -> list[Completion]:
 
 
 async def test_open_requests_end_with_the_old_weights_and_new_ones_wait_for_the_new() -> None:
-    inner = Gated()
-    engine = finishing(inner)
+    inner, engine = gated()
     [first] = await begun(engine.generate("x", Sampling()))
     [load, second] = await begun(engine.load_weights(7, "there"), engine.generate("y", Sampling()))
     assert inner.noted == ["begins 0"]
@@ -113,42 +110,35 @@ async def test_open_requests_end_with_the_old_weights_and_new_ones_wait_for_the_
     assert (old.version_spans, new.version_spans) == (((0, 0, 2),), ((7, 0, 2),))
 
 
-async def test_weights_that_are_received_from_a_group_wait_as_well() -> None:
-    inner = Gated()
-    engine = finishing(inner)
-    [first] = await begun(engine.generate("x", Sampling()))
-    [load] = await begun(engine.receive_weights(7, "there", 1.0))
-    assert inner.noted == ["begins 0"]
-    inner.ends.set()
-    await asyncio.gather(first, load)
-    assert inner.noted == ["begins 0", "ends 0", "loads 0"]
+def loaded(engine: Any) -> Any:
+    return engine.load_weights(7, "there")
 
 
-@pytest.mark.parametrize("ask", [
-    lambda engine: collected(engine.stream("x", Sampling())),
-    lambda engine: engine.logprobs([1, 2], temperature=0.5),
-], ids=["stream", "logprobs"])
-async def test_every_kind_of_request_is_waited_for(ask: Any) -> None:
-    inner = Gated()
-    engine = finishing(inner)
+@pytest.mark.parametrize(("ask", "load", "begins"), [
+    (lambda engine: collected(engine.stream("x", Sampling())), loaded, []),
+    (lambda engine: engine.logprobs([1, 2], temperature=0.5), loaded, []),
+    (lambda engine: engine.generate("x", Sampling()), lambda engine: engine.receive_weights(7, "there", 1.0),
+     ["begins 0"]),
+], ids=["stream", "logprobs", "weights from a group"])
+async def test_every_kind_of_request_is_waited_for_by_all_loads(ask: Any, load: Any, begins: list[str]) -> None:
+    inner, engine = gated()
     [request] = await begun(ask(engine))
-    [load] = await begun(engine.load_weights(7, "there"))
-    assert inner.noted == []
+    [loading] = await begun(load(engine))
+    assert inner.noted == begins
     inner.ends.set()
-    await asyncio.gather(request, load)
-    assert inner.noted == ["ends 0", "loads 0"]
+    await asyncio.gather(request, loading)
+    assert inner.noted == [*begins, "ends 0", "loads 0"]
 
 
 async def test_a_stream_has_its_version_at_its_end() -> None:
-    inner = Gated()
+    inner, engine = gated()
     inner.ends.set()
-    parts = await collected(finishing(inner).stream("x", Sampling()))
+    parts = await collected(engine.stream("x", Sampling()))
     assert [part.version_spans for part in parts] == [(), ((0, 0, 3),)]
 
 
 async def test_requests_over_http_are_waited_for_and_reads_are_not() -> None:
-    inner = Served()
-    engine = finishing(inner)
+    inner, engine = gated(Served())
     application = await engine.application("tiny", lambda: None)
     [request] = await begun(application({"type": "http", "method": "POST"}, None, None))
     [load, *_] = await begun(
@@ -161,8 +151,7 @@ async def test_requests_over_http_are_waited_for_and_reads_are_not() -> None:
 
 
 async def test_after_the_time_the_weights_are_loaded_and_nobody_claims_who_made_the_rest() -> None:
-    inner = Gated()
-    engine = finishing(inner, 0.01)
+    inner, engine = gated(seconds=0.01)
     [first] = await begun(engine.generate("x", Sampling()))
     await asyncio.wait_for(engine.load_weights(7, "there"), PATIENCE)
     inner.ends.set()
@@ -172,8 +161,7 @@ async def test_after_the_time_the_weights_are_loaded_and_nobody_claims_who_made_
 
 
 async def test_a_request_that_fails_or_is_cancelled_is_over_and_a_failed_load_lets_requests_in() -> None:
-    inner = Gated()
-    engine = finishing(inner)
+    inner, engine = gated()
     [cancelled, failing] = await begun(engine.generate("x", Sampling()), engine.generate("bad", Sampling()))
     [load, waiting, given_up] = await begun(
         engine.load_weights(7, "bad"), engine.generate("y", Sampling()), engine.generate("z", Sampling())
@@ -192,8 +180,7 @@ async def test_a_request_that_fails_or_is_cancelled_is_over_and_a_failed_load_le
 
 
 async def test_a_request_that_waited_does_not_begin_while_the_next_change_is_made() -> None:
-    inner = Gated()
-    engine = finishing(inner)
+    inner, engine = gated()
 
     async def two_loads() -> None:
         await engine.load_weights(7, "there")
@@ -212,8 +199,7 @@ async def test_a_request_that_waited_does_not_begin_while_the_next_change_is_mad
 
 
 async def test_changes_that_come_together_are_made_one_after_the_other() -> None:
-    inner = Gated()
-    engine = finishing(inner)
+    inner, engine = gated()
     inner.loads.clear()
     loads = await begun(engine.load_weights(7, "there"), engine.load_weights(8, "there"))
     assert inner.noted == ["loads 0"]
@@ -223,17 +209,15 @@ async def test_changes_that_come_together_are_made_one_after_the_other() -> None
 
 
 async def test_everything_else_is_the_engine_s_own() -> None:
-    inner = Gated()
-    engine = finishing(inner)
+    inner, engine = gated()
     assert (engine.adapters, engine.tokenizer) == ({"math": 3}, inner.tokenizer)
     assert not hasattr(engine, "application")
-    assert hasattr(finishing(Served()), "application")
+    assert hasattr(gated(Served())[1], "application")
     assert not hasattr(engine, "dead")
 
 
 async def test_a_model_that_asked_while_requests_waited_names_the_new_version_alone() -> None:
-    inner = Gated()
-    engine = finishing(inner)
+    inner, engine = gated()
     inner.loads.clear()
     [load] = await begun(engine.load_weights(7, "there"))
     [asking] = await begun(Model(cast(Engine, engine)).generate_async("x"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.live_log import LiveLog
 from trinity_es.actors.coordinator.handlers.experience_queue import (
     Candidate,
     build_priority,
@@ -21,8 +23,6 @@ from trinity_es.actors.coordinator.handlers.experience_queue import (
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PipelineError
-from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.experience_queue import (
     STREAM,
@@ -33,7 +33,7 @@ from trinity_es.projections.experience_queue import (
     load_queue,
     slice_refs,
 )
-from trinity_es.projections.tables.read_models import delivered_batches, projectors
+from trinity_es.projections.tables.read_models import delivered_batches
 
 RULES: dict[str, Any] = {"max_use_count": 2, "cooldown": 0.0}
 NOT_CALLABLE = "tests.pure.actors.test_experience_queue:Nothing"
@@ -180,9 +180,7 @@ MOVES = st.lists(
 
 @settings(max_examples=200)
 @given(MOVES, st.integers(1, 3), st.sampled_from([0.0, 3.0]))
-def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
-    moves: list[Move], limit: int, cooldown: float
-) -> None:
+def test_p29_nothing_is_taken_more_often_than_allowed(moves: list[Move], limit: int, cooldown: float) -> None:
     """Against a model that keeps a plain list of uses for every experience."""
     state = QueueState(capacity=10_000)
     priority = build_priority("linear_decay", {})
@@ -221,7 +219,6 @@ def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
 
 
 def plain(state: QueueState) -> Any:
-    """A state that can be compared."""
     return state.size, dict(state.requests), [
         (d.batch_id, d.version, d.refs, d.model_versions.tolist(), d.use_counts.tolist(),
          np.nan_to_num(d.taken_at).tolist(), d.takes)
@@ -229,62 +226,60 @@ def plain(state: QueueState) -> Any:
     ]
 
 
+class QueueHost(LiveLog):
+    def __init__(self, folder: Path, capacity: int) -> None:
+        super().__init__(folder)
+        self.capacity = capacity
+        self.take_over()
+
+    def take_over(self) -> None:
+        self.live = LiveState(self.log, self.payloads, queue_capacity=self.capacity)
+
+    def deliver(self, batch_id: int, count: int, *versions: tuple[int, int]) -> None:
+        self.live.record_batch(batch_id, [
+            ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1]), ev.BatchFinalizing(),
+            delivered(batch_id, count, *versions),
+        ])
+
+
 @pytest.mark.parametrize("capacity", [1000, 9])
 def test_p29_the_queue_of_a_coordinator_is_what_the_next_one_reads_from_the_log(tmp_path: Path, capacity: int) -> None:
-    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
-    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
-        payloads = open_payloads(url)
-        live = LiveState(log, payloads, queue_capacity=capacity)
-
-        def write(number: int) -> None:
-            turn = live.close_turn()
-            log.append(turn.writes, commit_id=f"c{number}")
-
-        def deliver(batch_id: int, count: int) -> None:
-            live.record_batch(batch_id, [
-                ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1]), ev.BatchFinalizing(),
-                delivered(batch_id, count, (2, 1), (count - 2, batch_id)),
-            ])
-
+    with closing(QueueHost(tmp_path, capacity)) as host:
+        live, log = host.live, host.log
         for batch_id in range(1, 6):
-            deliver(batch_id, 4)
-            write(batch_id)
+            host.deliver(batch_id, 4, (2, 1), (2, batch_id))
+            host.turn()
             items = [ev.TakenItem(batch_id=batch_id, version=3, first=1, count=2, use_count=1)]
             live.record(ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}"))
-            write(100 + batch_id)
+            host.turn()
         live.record(ev.ExperiencesReturned(step=4))
-        deliver(2, 4)  # an id that is used again: what was taken of it before is over
+        host.deliver(2, 4, (2, 1), (2, 2))  # an id that is used again: what was taken of it before is over
         live.record(ev.PayloadsFreed(batches=[3], payloads=1, bytes=1))
-        write(200)
+        host.turn()
         with log.engine.connect() as connection:
             loaded = load_queue(log, delivered_batches(connection, capacity), capacity)
         assert plain(loaded) == plain(live.queue)
         assert loaded.size == (16 if capacity == 1000 else 8)
         assert loaded.deliveries["batch/5", 3].use_counts.tolist() == [0, 0, 0, 0]
-        payloads.close()
 
 
 @pytest.mark.parametrize("capacity", [1000, 7])
 def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, capacity: int) -> None:
-    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
-    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
-        payloads = open_payloads(url)
-
-        def deliver(live: LiveState, *batch_ids: int) -> None:
+    with closing(QueueHost(tmp_path, capacity)) as host:
+        def deliver(*batch_ids: int) -> None:
             for batch_id in batch_ids:
-                live.find_batch(batch_id)  # as every request does
-                submitted = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
-                live.record_batch(batch_id, [submitted, ev.BatchFinalizing(), delivered(batch_id, 3)])
-            log.append(live.close_turn().writes, commit_id=f"{batch_ids}")
+                host.live.find_batch(batch_id)  # as every request does
+                host.deliver(batch_id, 3)
+            host.turn()
 
-        deliver(LiveState(log, payloads, queue_capacity=capacity), 1, 2, 3, 4)
-        live = LiveState(log, payloads, queue_capacity=capacity)
-        assert (live.queue.size, list(live.queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
-        deliver(live, 5, 3)
-        live.record(ev.PayloadsFreed(batches=[2], payloads=1, bytes=1))
-        log.append(live.close_turn().writes, commit_id="freed")
-        add_older(live.queue, find_older(log, dict(live.queue.unread), live.queue.capacity - live.queue.size))
+        deliver(1, 2, 3, 4)
+        host.take_over()
+        queue = host.live.queue
+        assert (queue.size, list(queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
+        deliver(5, 3)
+        host.live.record(ev.PayloadsFreed(batches=[2], payloads=1, bytes=1))
+        host.turn()
+        add_older(queue, find_older(host.log, dict(queue.unread), queue.capacity - queue.size))
         wanted = [1, 4, 5, 3] if capacity == 1000 else [5, 3]
-        assert [d.batch_id for d in live.queue.deliveries.values()] == wanted
-        assert live.queue.size == 3 * len(wanted)
-        payloads.close()
+        assert [d.batch_id for d in host.live.queue.deliveries.values()] == wanted
+        assert host.live.queue.size == 3 * len(wanted)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_file_is_read_each_time_and_goes_before_the_environment(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_read_each_time_and_before_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_ES_KEY", NEW)
     assert (read_host_key(str(file)), read_host_key("")) == (OLD.encode(), NEW.encode())
     file.write_text(f"  {NEW}\n\n")
@@ -52,29 +51,24 @@ def test_what_is_no_key_is_refused(file: Path, content: str, wrong: str) -> None
         read_key(str(file))
 
 
-def test_nobody_waits_for_a_pipe_of_this_name(file: Path) -> None:
+def make_pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file, 0o600)
-    with pytest.raises(WrongKey, match="no regular file"):
-        read_host_key(str(file))
 
 
-def test_a_file_that_is_missing_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"):
-        read_host_key(str(tmp_path / "nowhere"))
-
-
-def test_others_must_not_read_it(file: Path) -> None:
-    file.chmod(0o640)
-    with pytest.raises(WrongKey, match="others can read the key file"):
+@pytest.mark.parametrize(("spoil", "wrong"), [
+    (make_pipe, "no regular file"), (lambda file: file.chmod(0o640), "others can read the key file"),
+    (Path.unlink, r"hosts\.key_file, --key-file of `join`\), or set TRINITY_ES_KEY to the key"),
+], ids=["a pipe, which nobody waits for", "others can read it", "missing"])
+def test_a_file_that_is_not_ours_alone_is_refused(file: Path, spoil: Callable[[Path], None], wrong: str) -> None:
+    spoil(file)
+    with pytest.raises(WrongKey, match=wrong):
         read_host_key(str(file))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize(("mode", "group", "read"), [(0o440, 1000, True), (0o440, 1001, False), (0o444, 1000, False)])
-def test_root_s_file_for_a_group_of_ours_is_read_as_kubernetes_mounts_it(
-    mode: int, group: int, read: bool
-) -> None:
+def test_root_s_file_for_a_group_of_ours_is_read_as_kubernetes_mounts_it(mode: int, group: int, read: bool) -> None:
     """A Secret is root's there, and `fsGroup` may read it."""
     asks = (
         "import os, sys; from trinity_es.actors.system_key import read_host_key; "

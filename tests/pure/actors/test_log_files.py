@@ -34,8 +34,6 @@ def test_who_prints_straight_to_its_descriptor_goes_on(tmp_path: Path) -> None:
         child = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE
         )
-    assert child.stdin is not None
-    assert child.stderr is not None
     for _ in range(20):
         child.stdin.write(b"go\n")
         child.stdin.flush()

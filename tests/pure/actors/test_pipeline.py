@@ -64,8 +64,6 @@ class Asking(ExperienceOperatorV1):
 
 
 class PlainWithAll(ExperienceOperator):
-    """The same methods, none of them a coroutine."""
-
     def __init__(self, told: list[str]) -> None:
         self.told = told
 
@@ -184,10 +182,7 @@ def test_a_label_is_taken_once_also_by_a_class_that_is_named_like_a_second_one()
 
 
 def test_p29_replaced_experiences_are_counted_by_who_they_are() -> None:
-    def drop_one_and_add_one(experiences: list[Experience]) -> Operated:
-        return [*experiences[1:], experience(9, 9, 0.0)], {}
-
-    assert run_own(drop_one_and_add_one).dropped == 1
+    assert run_own(lambda experiences: ([*experiences[1:], experience(9, 9, 0.0)], {})).dropped == 1
 
 
 def test_p29_an_operator_of_ones_own_is_given_as_module_and_class() -> None:

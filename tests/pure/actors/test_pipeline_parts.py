@@ -114,8 +114,6 @@ def test_other_operators_get_the_whole_batch(operator: dict[str, Any], monkeypat
 
 
 class Tolerant:
-    """An operator that needs rewards and does not look at them."""
-
     by_task = True
     needs = ("reward",)
 
@@ -129,7 +127,6 @@ def test_runs_that_lack_what_an_operator_needs_are_dropped_though_a_whole_part_l
                           reward=None if task == 0 else 1.0) for run in range(4)] for task in range(3)]
     refs = put(store, *groups)
     parts = processed(store, refs, operators, 4)
-    assert isinstance(parts, PipelineDone)
     assert (parts.selected, parts) == (8, processed(store, refs, operators, None))
 
 

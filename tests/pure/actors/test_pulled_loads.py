@@ -20,8 +20,6 @@ from trinity_es.testing import wait_until
 
 
 class Puller:
-    """Pulls when the test says so."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[FolderName, Path | None]] = []
         self.ends: dict[FolderName, asyncio.Future[Path]] = {}
@@ -79,13 +77,11 @@ class Host:
         said = messages.RunnerStatus(
             name=runner, incarnation=7, state="ready", pid=1, host="b", engine="scripted", model_version=version,
             **told)
-        found: messages.RunnerStatus = self.loads.complete_message(said)
-        return found
+        return self.loads.complete_message(said)
 
     def loaded(self, runner: str, version: int) -> messages.WeightsLoadResult:
         result = messages.WeightsLoadResult(runner, 7, version, 1.0)
-        found: messages.WeightsLoadResult = self.loads.complete_message(result)
-        return found
+        return self.loads.complete_message(result)
 
 
 @pytest.fixture

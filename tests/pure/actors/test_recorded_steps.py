@@ -15,6 +15,7 @@ import pytest
 from tests.helpers.journals import RUN, Steady, Written
 from trinity_es import Task, Workflow
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.run_journal import RunJournal
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.errors import DataError, EngineError, WorkflowError
@@ -50,6 +51,15 @@ def life(play: Callable[[Callable[..., Any]], Any], kept: KeptRun | None, writer
 BOTH = pytest.mark.parametrize("sync", [True, False])
 
 
+async def executed(task: Task, kept: KeptRun | None, writer: Written) -> UnitResult:
+    engine = Steady()
+    running = asyncio.ensure_future(WorkflowRunner(cast(Any, engine)).execute(
+        task, 7, range(1), journal=lambda run: RunJournal(RUN, writer, kept)))
+    while not running.done():
+        await engine.tick(1)
+    return running.result()
+
+
 @BOTH
 def test_trap_5_a_step_that_is_known_to_be_done_is_not_repeated(sync: bool) -> None:
     calls: list[Any] = []
@@ -76,7 +86,6 @@ def test_a_step_is_recorded_before_its_function_is_called_and_before_its_value_i
 
     def look() -> None:
         kept = writer.kept()
-        assert kept is not None
         seen.extend((s.done, len(kept.steps)) for s in kept.steps.values())
 
     def play(make: Callable[..., Any]) -> None:
@@ -144,9 +153,7 @@ class OwnError(Exception):
     (KeyError("a"), (KeyError, "'a'")), (DataError("bad", field="x"), (DataError, "bad")),
     (OwnError("\ud800"), (Exception, "OwnError: '\\ud800'")),
 ])
-def test_the_error_of_a_step_is_the_same_in_each_life(
-    sync: bool, error: Exception, expected: tuple[type[Exception], str]
-) -> None:
+def test_the_error_of_a_step_stays_the_one(sync: bool, error: Exception, expected: tuple[type[Exception], str]) -> None:
     calls: list[int] = []
 
     def fail() -> None:
@@ -180,23 +187,18 @@ def test_a_failure_of_the_infrastructure_is_not_kept_as_the_value_of_a_step() ->
 
 @BOTH
 @pytest.mark.parametrize("writer", [None, Written()])
-def test_what_is_no_plain_json_names_the_step(sync: bool, writer: Written | None) -> None:
+def test_what_is_no_plain_json_or_no_function_names_the_step(sync: bool, writer: Written | None) -> None:
     calls: list[Any] = []
     with pytest.raises(WorkflowError, match=r"the arguments of step 'pay' must be plain JSON, but \[1\] is a object"):
         life(lambda make: make("pay", calls.append, 1, object()), None, writer, sync)
     assert calls == []
     with pytest.raises(WorkflowError, match=r"the value of step 'pay' must be plain JSON, but \.at is a set"):
         life(lambda make: make("pay", lambda: {"at": {1}}), None, writer, sync)
-
-
-@BOTH
-@pytest.mark.parametrize("writer", [None, Written()])
-def test_a_step_without_a_function_is_named(sync: bool, writer: Written | None) -> None:
     with pytest.raises(WorkflowError, match=r"step 'pay' needs a function, and got 3: give the function and its arg"):
         life(lambda make: make("pay", 3), None, writer, sync)
 
 
-def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_their_values() -> None:
+async def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_their_values() -> None:
     calls: list[int] = []
 
     async def fetch(page: int) -> int:
@@ -209,20 +211,17 @@ def test_an_async_step_takes_async_functions_and_steps_side_by_side_find_their_v
         return list(await asyncio.gather(*(made.step_async("fetch", fetch, page) for page in range(3))))
 
     writer = Written()
-    assert asyncio.run(play(None, writer)) == [0, 10, 20]
-    assert asyncio.run(play(writer.kept(), Written())) == [0, 10, 20]
+    assert await play(None, writer) == [0, 10, 20]
+    assert await play(writer.kept(), Written()) == [0, 10, 20]
     assert sorted(calls) == [0, 1, 2]
 
 
-def test_a_blocking_step_on_an_event_loop_says_what_to_await() -> None:
-    async def play() -> None:
+async def test_a_blocking_step_on_an_event_loop_says_what_to_await() -> None:
+    with pytest.raises(WorkflowError, match="await step_async"):
         workflow(None, None).step("send", time.time)
 
-    with pytest.raises(WorkflowError, match="await step_async"):
-        asyncio.run(play())
 
-
-def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(100))
     monkeypatch.setattr(time, "time", lambda: float(next(ticks)))
     seen: list[Any] = []
@@ -235,20 +234,10 @@ def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pytest.Mo
             seen.append((draws, await self.now_async(), await self.now_async()))
             return await self.model.generate_async([1], max_tokens=1, n=1)  # type: ignore[no-any-return]
 
-    async def play(task_id: int, kept: KeptRun | None, writer: Written) -> None:
-        engine = Steady()
-        runner = WorkflowRunner(cast(Any, engine))
-        task = Task(workflow=Draws, task_id=task_id)
-        running = asyncio.ensure_future(runner.execute(
-            task, 7, range(1), journal=lambda run: RunJournal(RUN, writer, kept)))
-        while not running.done():
-            await engine.tick(1)
-        assert running.result().failures == []
-
     writer = Written()
-    asyncio.run(play(0, None, writer))
-    asyncio.run(play(0, writer.kept(), Written()))
-    asyncio.run(play(1, None, Written()))
+    for task_id, kept, out in ((0, None, writer), (0, writer.kept, Written()), (1, None, Written())):
+        done = await executed(Task(workflow=Draws, task_id=task_id), kept and kept(), out)
+        assert done.failures == []
     first, again, other = seen
     assert again == first
     assert first[1] < first[2]
@@ -256,24 +245,16 @@ def test_trap_6_time_and_chance_are_the_same_in_each_life(monkeypatch: pytest.Mo
     assert other[1] > first[2]
 
 
-def test_experiences_of_a_run_that_started_over_name_the_step() -> None:
+async def test_experiences_of_a_run_that_started_over_name_the_step() -> None:
     class One(Workflow):
         is_async = True
 
         async def run_async(self) -> list[Experience]:
             return await self.model.generate_async([1], max_tokens=1, n=1)  # type: ignore[no-any-return]
 
-    async def play(kept: KeptRun) -> list[Experience]:
-        engine = Steady()
-        running = asyncio.ensure_future(WorkflowRunner(cast(Any, engine)).execute(
-            Task(workflow=One), 7, range(1), journal=lambda run: RunJournal(RUN, Written(), kept)))
-        while not running.done():
-            await engine.tick(1)
-        return running.result().experiences
-
-    [experience] = asyncio.run(play(KeptRun(possibly_delivered=["pay"])))
+    [experience] = (await executed(Task(workflow=One), KeptRun(possibly_delivered=["pay"]), Written())).experiences
     assert experience.info["possibly_delivered"] == ["pay"]
-    [experience] = asyncio.run(play(KeptRun()))
+    [experience] = (await executed(Task(workflow=One), KeptRun(), Written())).experiences
     assert "possibly_delivered" not in experience.info
 
 

@@ -34,9 +34,7 @@ def choose(task: str | None, loads: dict[str, int], home: str | None = None) -> 
 
 
 @given(TASKS, LOADS, st.none() | NAMES)
-def test_p15_the_rule_least_loaded_or_a_home_that_is_not_much_fuller(
-    task: str | None, loads: dict[str, int], home: str | None
-) -> None:
+def test_p15_the_least_loaded_or_a_home_with_room(task: str | None, loads: dict[str, int], home: str | None) -> None:
     chosen = choose(task, loads, home)
     if not loads:
         assert chosen is None
@@ -50,9 +48,7 @@ def test_p15_the_rule_least_loaded_or_a_home_that_is_not_much_fuller(
 
 
 @given(TASKS, LOADS, NAMES)
-def test_p15_without_its_home_a_task_goes_where_it_would_have_gone(
-    task: str | None, loads: dict[str, int], gone: str
-) -> None:
+def test_p15_without_its_home_a_task_goes_as_if_it_had_none(task: str | None, loads: dict[str, int], gone: str) -> None:
     left = {name: load for name, load in loads.items() if name != gone}
     assert choose(task or "", left, gone) == choose(task or "", left, None)
 

@@ -161,9 +161,7 @@ def folded(names: list[tuple[str, int]], current: Weights = NOTHING) -> RunnerLi
     lives: Lives = {}
     for event in events_of(names):
         evolve_lives(lives, event, current)
-    newest = newest_life(lives, "runner-0")
-    assert newest is not None
-    return newest
+    return newest_life(lives, "runner-0")
 
 
 def test_a_life_has_served_when_it_had_what_was_current() -> None:

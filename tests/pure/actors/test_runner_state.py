@@ -1,14 +1,19 @@
-"""What a runner tells of the runs that play in it."""
+"""What a runner tells of the runs that play in it, and its loop, on which no unit holds up another."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
+import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trinity_es.actors.config.run_sections import SystemConfig
+from trinity_es.actors.rollout.shared_event_loop import UNIT, WORKFLOW_THREADS, EngineLoop, mark_as_runner, unit_context
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner_activity import SHOWN_RUNS, RunActivity, runner_state, states_table
 from trinity_es.testing import ManualClock
@@ -100,3 +105,66 @@ def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(answe
         Runner.beat(runner)
         now[0] += system.beat_seconds + 0.003
     assert told == {"guardian": silent, "coordinator": silent}
+
+
+def test_runs_that_wait_for_something_outside_are_counted_and_the_longest_is_told() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    played = RunActivity(clock)
+    with played.show("1/0/0", 1, 0) as first, played.show("1/0/1", 1, 0) as second, played.show("1/1/0", 1, 0):
+        assert played.waiting_text() == ""
+        second["state"] = {"waits_for": "the other server"}
+        assert played.waiting_text() == "1 of its runs waits for the other server"
+        first["state"] = {"waits_for": "the server"}
+        assert played.waiting_text() == "2 of its runs wait for the server"
+        first["state"], second["state"] = {"waits_for": ""}, {"waits_for": 7}
+        assert played.waiting_text() == "", "one that waits no more, and what is no text"
+    assert played.waiting_text() == ""
+
+
+def of_unit(name: str) -> contextvars.Context:
+    context = contextvars.copy_context()
+    context.run(UNIT.set, name)
+    return context.run(unit_context)
+
+
+def test_names_that_one_unit_looks_up_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, real = threading.Event(), socket.getaddrinfo
+
+    def lookup(host: Any, *args: Any, **how: Any) -> Any:
+        assert host != "slow" or answered.wait(20)
+        return real("127.0.0.1", *args, **how)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+
+    async def looked_up(host: str) -> None:
+        assert (await asyncio.get_running_loop().getaddrinfo(host, 80, type=socket.SOCK_STREAM))[0][4][1] == 80
+
+    def play() -> None:
+        mark_as_runner()
+        loop = EngineLoop(2)
+
+        async def main() -> None:
+            slow = [loop.create_task(looked_up("slow"), context=of_unit("a")) for _ in range(2 * WORKFLOW_THREADS)]
+            await asyncio.wait_for(loop.create_task(looked_up("quick"), context=of_unit("b")), 10)
+            await asyncio.wait_for(looked_up("quick"), 10)  # the runner's own
+            answered.set()
+            await asyncio.gather(*slow)
+            for unit in ("a", "b"):
+                loop.forget(unit)
+
+        playing = loop.create_task(main())
+        playing.add_done_callback(lambda _: super(EngineLoop, loop).stop())  # its own refuses
+        try:
+            loop.run_forever()
+        finally:
+            answered.set()
+            loop.close()
+        playing.result()
+
+    contextvars.copy_context().run(play)

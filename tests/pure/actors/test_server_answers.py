@@ -220,3 +220,15 @@ async def test_an_environments_schema_without_end_is_its_failure(monkeypatch: py
     with pytest.raises(EnvironmentFailed, match=r"http://a:1/schema answers with more than 1,048,576 bytes"):
         await openenv._body(response)
     assert endless.sent <= 2**20 + PART
+
+
+@pytest.mark.parametrize(("key", "variable", "said"), [
+    ("wrong", "THEIR_KEY", r"http://a:1 refuses the key in THEIR_KEY \(401\)"),
+    ("", "THEIR_KEY", r"http://a:1 wants a key \(401\), and there is none: put it into .* variable THEIR_KEY"),
+])
+async def test_a_wrong_key_is_told_from_none(key: str, variable: str, said: str) -> None:
+    refuses = httpx.MockTransport(lambda request: httpx.Response(401, text="Unauthorized"))
+    server = VLLMServer("http://a:1", key=key, key_variable=variable, transport=refuses)
+    with pytest.raises(EngineError, match=said):
+        await server.facts()
+    await server.close()

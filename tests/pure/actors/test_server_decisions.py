@@ -34,7 +34,6 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 def fold(found: Servers, events: Iterable[ev.Event]) -> Servers:
     for event in events:
-        assert isinstance(event, ev.ServerAdded | ev.ServerRemoved)
         evolve_servers(found, event)
     return found
 
@@ -96,9 +95,7 @@ def test_what_can_not_be_is_refused_with_the_way_out() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["list", "add", "remove"]), st.sets(st.sampled_from([A, B, C])))))
-def test_no_two_servers_ever_have_one_runner_and_what_is_decided_twice_changes_nothing(
-    steps: list[tuple[str, set[str]]]
-) -> None:
+def test_no_two_servers_have_one_runner_and_a_repetition_changes_nothing(steps: list[tuple[str, set[str]]]) -> None:
     found: Servers = {}
     before: Iterable[str] | None = None
     for what, urls in steps:
@@ -116,9 +113,13 @@ def test_no_two_servers_ever_have_one_runner_and_what_is_decided_twice_changes_n
 
 
 # --- those that leave -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("units", "waited", "then"), [(0, 0.0, True), (3, 9.0, False), (3, 10.0, True)])
-def test_a_runner_leaves_when_it_has_nothing_more_to_do_or_had_its_time(units: int, waited: float, then: bool) -> None:
-    assert servers.is_drained(units, waited, timeout=10.0) is then
+@pytest.mark.parametrize(("units", "waited", "proxied", "then"), [
+    (0, 0.0, False, True), (3, 9.0, False, False), (3, 10.0, False, True), (0, 9.0, True, False), (0, 10.0, True, True),
+])
+def test_a_runner_leaves_when_it_has_nothing_more_to_do_or_had_its_time(
+    units: int, waited: float, proxied: bool, then: bool
+) -> None:
+    assert servers.is_drained(units, waited, timeout=10.0, proxied=proxied) is then
 
 
 @pytest.mark.parametrize("state", list(RunnerState))
@@ -133,18 +134,11 @@ def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, wai
     life = RunnerLife(name="runner-0", incarnation=1, state=RunnerState.READY)
     runner, now = RunnerRecord(life, loading=loading), [0.0]
     live: Any = SimpleNamespace(lives={("runner-0", 1): life}, batches={})
-    registry: Any = SimpleNamespace(
-        live=live, runners={"runner-0": runner}, actor=SimpleNamespace(now=lambda: now[0])
-    )
+    registry: Any = SimpleNamespace(live=live, runners={"runner-0": runner}, actor=SimpleNamespace(now=lambda: now[0]))
     fleet = ServerFleet(settings_of(urls=[A]), registry, None, proxied=False)
     fleet._is_drained(life, 0)
     now[0] = waited
     assert fleet._is_drained(life, 0) is then
-
-
-def test_one_that_proxies_ask_has_all_of_its_time() -> None:
-    assert not servers.is_drained(0, 9.0, timeout=10.0, proxied=True)
-    assert servers.is_drained(0, 10.0, timeout=10.0, proxied=True)
 
 
 def settings_of(**changes: Any) -> ServersConfig:
@@ -174,8 +168,7 @@ class Leaving:
     def look(self, at: float) -> dict[str, int]:
         self.clock = at
         self.fleet.update()
-        retire: dict[str, int] = self.told[-1].retire
-        return retire
+        return self.told[-1].retire
 
 
 def test_in_mode_serve_a_runner_that_serves_is_retired_when_its_requests_had_their_time() -> None:
@@ -228,9 +221,7 @@ def test_what_may_be_a_secret_in_a_url_is_not_told(url: str) -> None:
     assert "s3same" not in str(wrong.value)
 
 
-def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_list_is_told_once_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[list[str]] = []
     file = tmp_path / "servers"
     reader = ServerList(settings_of(file=str(file)), told.append)

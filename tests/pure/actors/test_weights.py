@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers.engines import StandIn
+from trinity_es.actors import messages
 from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
@@ -25,14 +26,6 @@ from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, why_u
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm import weights as vllm_weights
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
-from trinity_es.actors.messages import (
-    GroupJoinResult,
-    JoinGroup,
-    LoadWeights,
-    RunnerDied,
-    RunnerStatus,
-    WeightsLoadResult,
-)
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
@@ -50,7 +43,6 @@ def state(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Config]:
-    """A config whose model has the tensors of `state`."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"tie_word_embeddings": true}')
@@ -121,7 +113,6 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     told = why_unloadable(str(folder), None, False)
-    assert told is not None
     assert "model.safetensors can't be read" in told
 
 
@@ -248,19 +239,19 @@ def joined_crew() -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     fleet, live, sender = crew_of("runner-0", "runner-1")
     fleet.weights.group.join("id", GROUP)
     for name in ("runner-0", "runner-1"):
-        fleet.weights.group.on_join_result(GroupJoinResult(name, 1, "id"))
+        fleet.weights.group.on_join_result(messages.GroupJoinResult(name, 1, "id"))
     return fleet, live, sender
 
 
 def test_p34_each_worker_of_each_engine_has_a_rank_of_its_own_after_the_trainer_s() -> None:
     fleet, _, sender = joined_crew()
-    joins = [m for _, m in sender.sent if isinstance(m, JoinGroup)]
+    joins = [m for _, m in sender.sent if isinstance(m, messages.JoinGroup)]
     assert [(m.rank_offset, m.world_size) for m in joins] == [(1, 5), (3, 5)]
     assert fleet.weights.group.is_whole()
 
 
-def load_messages(sender: FakeSender) -> list[LoadWeights]:
-    return [m for _, m in sender.sent if isinstance(m, LoadWeights)]
+def load_messages(sender: FakeSender) -> list[messages.LoadWeights]:
+    return [m for _, m in sender.sent if isinstance(m, messages.LoadWeights)]
 
 
 def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the_place() -> None:
@@ -283,9 +274,9 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
 def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str) -> None:
     fleet, _, sender = joined_crew()
     if broken_by == "death":
-        fleet.on_death(RunnerDied("runner-1", 1, "killed"))
+        fleet.on_death(messages.RunnerDied("runner-1", 1, "killed"))
     elif broken_by == "failure":
-        fleet.weights.on_load_result(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
+        fleet.weights.on_load_result(messages.WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
     else:
         fleet, _, sender = crew_of("runner-0", "runner-1")
     _, from_group = fleet.weights.publish(1, "/p", "nccl")
@@ -296,11 +287,11 @@ def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str)
 def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     fleet, _, _ = crew_of("runner-0", "runner-1")
     waiter = fleet.weights.group.join("id", GROUP)
-    for late in (GroupJoinResult("runner-1", 1, "another id"), GroupJoinResult("runner-1", 2, "id")):
+    for late in (messages.GroupJoinResult("runner-1", 1, "another id"), messages.GroupJoinResult("runner-1", 2, "id")):
         fleet.weights.group.on_join_result(late)
     assert "runner-1" in waiter.waiting_on
-    fleet.weights.group.on_join_result(GroupJoinResult("runner-0", 1, "id"))
-    fleet.on_death(RunnerDied("runner-1", 1, "killed"))
+    fleet.weights.group.on_join_result(messages.GroupJoinResult("runner-0", 1, "id"))
+    fleet.on_death(messages.RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
     assert not fleet.weights.group.is_whole()
@@ -311,7 +302,7 @@ def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
 def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_other_way() -> None:
     fleet, live, sender = crew_of("runner-0")
     fleet.weights.publish(1, "/dev/shm/x/version_1", "memory")
-    fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 1, 0.1))
+    fleet.weights.on_load_result(messages.WeightsLoadResult("runner-0", 1, 1, 0.1))
     waiter, _ = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
@@ -325,10 +316,10 @@ def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_o
 def test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_failed_until_it_can() -> None:
     fleet, live, sender = crew_of()
     fleet.weights.publish(1, "/disk/1", "checkpoint")
-    status = RunnerStatus("runner-0", 1, "ready", 10, "here", "http", places=4, model_version=0)
+    status = messages.RunnerStatus("runner-0", 1, "ready", 10, "here", "http", places=4, model_version=0)
     for _ in range(3):  # it says every few seconds how it is, and is told to try again
         fleet.on_status(status, "its address")
-        fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 1, 0.1, "it takes no weights"))
+        fleet.weights.on_load_result(messages.WeightsLoadResult("runner-0", 1, 1, 0.1, "it takes no weights"))
     assert [type(e).__name__ for e in live.recorded] == [
         "WeightsPublished", "RunnerStarted", "RunnerReady", "WeightsFailed", "RunnerFailed"]
     assert [m.version for m in load_messages(sender)] == [1, 1, 1]
@@ -336,7 +327,7 @@ def test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_fail
     assert (row["state"], row["refused"]) == ("failed", "it takes no weights")
     waiter, _ = fleet.weights.publish(2, "/disk/2", "checkpoint")
     assert waiter.waiting_on == {"runner-0"}
-    fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 2, 0.1))
+    fleet.weights.on_load_result(messages.WeightsLoadResult("runner-0", 1, 2, 0.1))
     assert not waiter.waiting_on
     fleet.on_status(replace(status, model_version=2), "its address")
     [row] = fleet.registry.status()
@@ -354,8 +345,6 @@ def test_it_is_told_since_when_a_runner_loads() -> None:
 
 # --- the engine's side ----------------------------------------------------------------------------------------------
 class Transferring(StandIn):
-    """AsyncLLM with vLLM's weight transfer."""
-
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.init = request["init_info"]
         self.note("init")
@@ -396,9 +385,7 @@ UNDONE = ["trinity_forget_half_reload", "reload:old", "trinity_pack_again", "res
 
 async def test_p34_a_transfer_goes_through_vllm_s_own_calls_in_order(engine: VLLMEngine, tmp_path: Path) -> None:
     await engine.join_weight_group("127.0.0.1", 5000, 3, 5, 10.0)
-    assert engine._llm.init == {
-        "master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 3, "world_size": 5,
-    }
+    assert engine._llm.init == {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 3, "world_size": 5}
     await engine.receive_weights(4, str(tmp_path / "new"), 10.0)
     assert engine._llm.calls == [*JOINED, *RECEIVED, "label:4", "resume"]
     assert engine._llm.names == ["a", "w"]
@@ -406,9 +393,7 @@ async def test_p34_a_transfer_goes_through_vllm_s_own_calls_in_order(engine: VLL
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish", "trinity_weights_finite"])
-async def test_p34_a_transfer_that_fails_leaves_the_engine_resumed_with_the_old_weights(
-    engine: VLLMEngine, tmp_path: Path, step: str
-) -> None:
+async def test_p34_a_failed_transfer_keeps_the_old_weights(engine: VLLMEngine, tmp_path: Path, step: str) -> None:
     await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
     engine._llm.fail[step] = RuntimeError("boom")
     with pytest.raises(SyncError, match="was loaded again; still serving version 0"):

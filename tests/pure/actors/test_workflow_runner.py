@@ -66,22 +66,12 @@ class Returns(Workflow):
         return self.task.workflow_args["it"]
 
 
-class SaysHowItWent(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        told = one()
-        told.metrics = {"score": 2.0, "mood": "high", "times": [1.0, 2.0]}
-        return [told]
-
-
-class RewardsOtherwise(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        two = one(), one()
-        two[0].metrics, two[1].metrics = {"reward": 7.0}, {"reward:mean": 8.0}
-        return list(two)
+def saying(*each: dict[str, Any]) -> Task:
+    """Return the task of a workflow whose run gives an experience with each of these metrics."""
+    told = [one() for _ in each]
+    for experience, metrics in zip(told, each, strict=True):
+        experience.metrics = metrics
+    return Task(workflow=Returns, workflow_args={"it": told})
 
 
 class Blocking(Workflow):
@@ -111,7 +101,7 @@ def test_p8_a_run_is_stamped_with_where_it_is_from_and_which_weights_made_it() -
 
 
 def test_a_run_s_reward_is_the_one_that_it_is_trained_with_whatever_its_workflow_calls_by_that_name() -> None:
-    status, experiences = asyncio.run(runner().run_task(Task(workflow=RewardsOtherwise), 1))
+    status, experiences = asyncio.run(runner().run_task(saying({"reward": 7.0}, {"reward:mean": 8.0}), 1))
     assert [e.reward for e in experiences] == [0.5, 0.5]
     assert status.metrics[0]["reward"] == 0.5
 
@@ -147,9 +137,7 @@ def test_p8_evals_return_no_experiences() -> None:
 @pytest.mark.parametrize("mode", ["sequential", "asynchronous", "multi-threading"])
 def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
     FailsOnTheSecond.built = 0
-    done: UnitResult = asyncio.run(
-        runner(concurrent_mode=mode).execute(Task(workflow=FailsOnTheSecond), 1, range(3))
-    )
+    done: UnitResult = asyncio.run(runner(concurrent_mode=mode).execute(Task(workflow=FailsOnTheSecond), 1, range(3)))
     assert [r.run for r in done.results] == [0, 2]
     [(run, kind, message)] = done.failures
     assert (run, kind) == (1, "workflow")
@@ -226,8 +214,6 @@ def test_an_unknown_name_says_what_is_known_and_what_to_do() -> None:
 
 
 class ChangesItsRow(Workflow):
-    """Takes out of its task what it is given."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -257,8 +243,6 @@ def test_each_run_has_a_task_of_its_own(workflow: type[Any], mode: str) -> None:
 
 
 class Counted(Workflow):
-    """Counts its runs that have begun, and those that play now; each waits some turns of the loop."""
-
     is_async = True
     begun = playing = most = 0
 
@@ -346,7 +330,8 @@ class Fails(Workflow):
 
 
 def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    done = asyncio.run(runner().execute(Task(workflow=SaysHowItWent), 1, range(2)))
+    task = saying({"score": 2.0, "mood": "high", "times": [1.0, 2.0]})
+    done = asyncio.run(runner().execute(task, 1, range(2)))
     assert [set(result.metrics) for result in done.results] == [{"score", "reward", "time/run_execution"}] * 2
     assert [r.getMessage() for r in caplog.records] == [
         "the metric 'mood' of a workflow is a str, not a number: it is left out",
@@ -354,17 +339,9 @@ def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.Log
     ]
 
 
-class SaysTwice(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        told = one()
-        told.metrics = {"score": 2.0, "score:mean": 4.0, "score:max": 3.0, "reward:mean": 8.0}
-        return [told]
-
-
 def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    done = asyncio.run(runner().execute(Task(workflow=SaysTwice), 1, range(2)))
+    task = saying({"score": 2.0, "score:mean": 4.0, "score:max": 3.0, "reward:mean": 8.0})
+    done = asyncio.run(runner().execute(task, 1, range(2)))
     assert [result.metrics["score"] for result in done.results] == [3.0, 3.0]
     assert [r.getMessage() for r in caplog.records] == [
         "a workflow gives a metric as 'score' and as 'score:mean': their mean is kept"]
@@ -376,15 +353,7 @@ def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture
     ({"big": 10**5000}, "metrics.big is a int: whole numbers must fit into 64 bits"),
 ])
 def test_metrics_that_a_trainer_may_not_give_either_fail_their_run(metrics: dict[str, float], told: str) -> None:
-    class Says(Workflow):
-        is_async = True
-
-        async def run_async(self) -> list[Experience]:
-            given = one()
-            given.metrics = metrics
-            return [given]
-
-    [(run, kind, error)] = asyncio.run(runner().execute(Task(workflow=Says), 1, range(1))).failures
+    [(run, kind, error)] = asyncio.run(runner().execute(saying(metrics), 1, range(1))).failures
     assert (run, kind) == (0, "data")
     assert told in error
     assert len(error) < 400
@@ -393,11 +362,8 @@ def test_metrics_that_a_trainer_may_not_give_either_fail_their_run(metrics: dict
             read_fields(AcknowledgeBatch, "acknowledge", {"batch_id": 1, "step": 1, "metrics": metrics})
 
 
-def test_requests_without_a_name_are_given_token_by_token_side_by_side() -> None:
+async def test_requests_without_a_name_are_given_token_by_token_side_by_side() -> None:
     engine = ScriptedEngine(EngineConfig(model_path="", options={"token_seconds": 0.001}))
 
-    async def sizes() -> list[int]:
-        answers = await asyncio.gather(*(engine.generate("question", Sampling(max_tokens=n)) for n in (2, 5)))
-        return [len(answer.token_ids) for [answer] in answers]
-
-    assert asyncio.run(sizes()) == [2, 5]
+    answers = await asyncio.gather(*(engine.generate("question", Sampling(max_tokens=n)) for n in (2, 5)))
+    assert [len(answer.token_ids) for [answer] in answers] == [2, 5]

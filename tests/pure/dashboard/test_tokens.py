@@ -1,17 +1,19 @@
-"""A rollout token by token, as plain values."""
+"""A rollout token by token, as plain values; texts and errors that are safe to show."""
 
 from __future__ import annotations
 
 import math
+import traceback
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.dashboard.tokens import LEVELS, byte_decode, decoder, level, overlay, token_texts
 from trinity_es.events.experience import Experience
-from trinity_es.safe_text import cut, shown
+from trinity_es.safe_text import cut, error_line, plain, shown
 
 
 def one(**fields: object) -> Experience:
@@ -19,13 +21,9 @@ def one(**fields: object) -> Experience:
 
 
 @settings(max_examples=50)
-@given(st.text(max_size=60))
-def test_the_pieces_of_tokens_are_the_whole_text(text: str) -> None:
+@given(st.text(max_size=60), st.binary(max_size=60))
+def test_the_pieces_of_tokens_are_the_whole_text_and_bytes_that_are_no_text_have_some(text: str, data: bytes) -> None:
     assert "".join(token_texts(list(text.encode()), byte_decode)) == text
-
-
-@given(st.binary(max_size=60))
-def test_bytes_that_are_no_text_have_pieces_too(data: bytes) -> None:
     assert len(token_texts(list(data), byte_decode)) == len(data)
 
 
@@ -93,3 +91,27 @@ def test_characters_that_act_are_written_out_and_letters_stay() -> None:
 @given(st.text())
 def test_no_text_keeps_a_control_character(text: str) -> None:
     assert all(c.isprintable() or c in "\n\t\u00a0\u3000" or ord(c) > 0xA0 for c in shown(text))
+
+
+def told(message: str) -> str:
+    try:
+        raise ValueError(message)
+    except ValueError as e:
+        return f"ValueError: {e}\n{''.join(traceback.format_exception(e))}"
+
+
+def test_an_error_is_shown_with_its_last_frame_however_long_it_is() -> None:
+    line = error_line(told("no reward for that"), 200)
+    assert line.startswith("ValueError: no reward for that (test_tokens.py:")
+    assert line.endswith(" in told)")
+    long = error_line(told("x" * 500), 80)
+    assert long.startswith("ValueError: xxx")
+    assert long.endswith(" in told)")
+    assert len(long) == 80
+    assert error_line("two\nlines", 80) == plain("two\nlines", 80) == "two⏎lines", "without frames"
+
+
+def test_an_engine_tells_what_pydantic_refused_and_not_where_to_read_on() -> None:
+    error = ValueError("1 validation error for ModelConfig\n  Value error, max_model_len (512) is greater than 256\n"
+                       "    For further information visit https://errors.pydantic.dev/2.14/v/value_error")
+    assert short(error) == "ValueError: Value error, max_model_len (512) is greater than 256"

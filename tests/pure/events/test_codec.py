@@ -82,7 +82,6 @@ def test_what_json_can_not_hold_is_refused_by_the_name_of_its_field(bad: object)
 def test_a_number_and_the_text_of_it_stay_different(batch_id: int | str) -> None:
     event = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
     back = decode("BatchSubmitted", event.schema_version, encode(event))
-    assert isinstance(back, ev.BatchSubmitted)
     assert back.batch_id == batch_id
     assert type(back.batch_id) is type(batch_id)
 
@@ -120,17 +119,12 @@ class Moved(Event):
 
 def test_older_schemas_are_lifted_one_version_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EVENTS, "Moved", Moved)
-    monkeypatch.setitem(codec.UPCASTERS, ("Moved", 1), lambda d: {"where": d["x"]})
-    monkeypatch.setitem(codec.UPCASTERS, ("Moved", 2), lambda d: {"place": d["where"] * 10})
-    assert decode("Moved", 1, b'{"x":4}') == Moved(place=40)
-    assert decode("Moved", 2, b'{"where":4}') == Moved(place=40)
-    assert decode("Moved", 3, b'{"place":4}') == Moved(place=4)
-
-
-def test_a_schema_version_without_its_upcaster_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EVENTS, "Moved", Moved)
     with pytest.raises(InvalidEvent, match="no upcaster from schema version 1 of Moved"):
         decode("Moved", 1, b'{"x":4}')
+    monkeypatch.setitem(codec.UPCASTERS, ("Moved", 1), lambda d: {"where": d["x"]})
+    monkeypatch.setitem(codec.UPCASTERS, ("Moved", 2), lambda d: {"place": d["where"] * 10})
+    assert decode("Moved", 1, b'{"x":4}') == decode("Moved", 2, b'{"where":4}') == Moved(place=40)
+    assert decode("Moved", 3, b'{"place":4}') == Moved(place=4)
 
 
 def test_every_older_schema_version_in_the_vocabulary_has_its_upcaster() -> None:

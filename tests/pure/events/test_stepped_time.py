@@ -43,7 +43,6 @@ def log(tmp_path: Path, machine: Machine) -> Iterator[EventLog]:
 
 
 def append(log: EventLog) -> float:
-    """One event more; the time that it got."""
     version = log.stream_version("batch/1")
     done = log.append([Write(stream="batch/1", expected_version=version, events=[EVENT])], commit_id=f"c{version}")
     assert len(done.recorded) == 1
@@ -51,9 +50,7 @@ def append(log: EventLog) -> float:
     return done.recorded[0].recorded_at
 
 
-def test_one_append_while_the_clock_was_an_hour_ahead_is_named_and_the_time_of_the_log_goes_on(
-    log: EventLog, machine: Machine
-) -> None:
+def test_an_append_while_the_clock_was_ahead_is_named_and_log_time_goes_on(log: EventLog, machine: Machine) -> None:
     first = append(log)
     machine.ahead, machine.passed = 3600.0, 60.0
     ahead = append(log)
@@ -65,8 +62,6 @@ def test_one_append_while_the_clock_was_an_hour_ahead_is_named_and_the_time_of_t
     assert back - first == pytest.approx(120, abs=5)
     assert last - back == pytest.approx(60, abs=5)
     there, and_back = [r.event for r in log.clock_steps()]
-    assert isinstance(there, ev.ClockStepped)
-    assert isinstance(and_back, ev.ClockStepped)
     assert (there.seconds, and_back.seconds) == (pytest.approx(3600, abs=1), pytest.approx(-3600, abs=1))
     assert [r.type for r in log.read()] == [
         "BatchAborted", "ClockStepped", "BatchAborted", "ClockStepped", "BatchAborted", "BatchAborted",
@@ -79,9 +74,7 @@ def test_one_append_while_the_clock_was_an_hour_ahead_is_named_and_the_time_of_t
     assert log.verify() == []
 
 
-def test_a_new_writer_notices_a_clock_that_is_behind_its_log_and_one_that_was_set_meanwhile(
-    log: EventLog, machine: Machine, tmp_path: Path
-) -> None:
+def test_a_new_writer_notices_a_clock_that_was_set(log: EventLog, machine: Machine, tmp_path: Path) -> None:
     first = append(log)
     for ahead in (-600.0, 7200.0):
         machine.ahead = ahead
@@ -92,9 +85,7 @@ def test_a_new_writer_notices_a_clock_that_is_behind_its_log_and_one_that_was_se
     assert log.verify() == []
 
 
-def test_a_writer_whose_own_clock_never_moved_goes_on_behind_one_that_was_ahead(
-    log: EventLog, machine: Machine, tmp_path: Path
-) -> None:
+def test_a_writer_with_a_steady_clock_goes_on_behind_one_ahead(log: EventLog, machine: Machine, tmp_path: Path) -> None:
     first = append(log)
     machine.ahead = 3600.0
     with EventLog.open(str(tmp_path / "log.db")) as other:

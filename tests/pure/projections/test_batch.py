@@ -14,10 +14,20 @@ from tests.helpers.batches import live, result_of
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
-from trinity_es.events.values import BatchLifecycleState, batch_stream
+from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import batch_result, contiguous, fold
 from trinity_es.projections.metric_aggregation import mean_reward, missing_runs
 from trinity_es.projections.reading.log_reader import canonical, recomputed_result
+
+
+def ran(task: int, *runs: ev.RunResult, base: int = 0) -> ev.RunsFinished:
+    return ev.RunsFinished(task=task, run_id_base=base, attempt=1, runner="a", incarnation=1, runs=list(runs),
+                           payload=None, model_version=0, model_version_end=0, seconds=0.5)
+
+
+def lost(task: int, *runs: int) -> ev.AttemptFailed:
+    return ev.AttemptFailed(task=task, run_id_base=runs[0], failed_runs=list(runs), attempt=1, runner="a",
+                            incarnation=1, kind="workflow", message="the judge is away", retry=False)
 
 
 @settings(max_examples=60)
@@ -44,28 +54,16 @@ def test_promise_6_the_result_does_not_depend_on_the_order_in_which_runs_finish(
     first: list[ev.Event] = [
         ev.BatchSubmitted(batch_id="5/x", batch_type=batch_type, repeat_times=[4] * 8)  # type: ignore[arg-type]
     ]
-    finished: list[ev.Event] = [
-        ev.RunsFinished(
-            task=task, run_id_base=run, attempt=1, runner="a", incarnation=1, runs=[result_of(task, run)],
-            payload=None, model_version=0, model_version_end=0, seconds=0.5,
-        )
-        for task in range(8)
-        for run in range(4)
-    ]
+    finished = [ran(task, result_of(task, run), base=run) for task in range(8) for run in range(4)]
     shuffled = list(finished)
     random.Random(seed).shuffle(shuffled)
     in_order, out_of_order = fold(first + finished), fold(first + shuffled)
-    assert in_order is not None
-    assert out_of_order is not None
     assert canonical(batch_result(in_order)) == canonical(batch_result(out_of_order))
 
 
-def test_a_stream_that_does_not_begin_with_a_submission_is_corrupt() -> None:
+def test_a_stream_that_does_not_begin_with_a_submission_or_has_an_event_of_another_is_corrupt() -> None:
     with pytest.raises(LogCorrupt, match="comes before BatchSubmitted"):
         fold([ev.BatchFinalizing()])
-
-
-def test_an_event_of_another_stream_is_corrupt() -> None:
     submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1])
     with pytest.raises(LogCorrupt, match="does not belong"):
         fold([submitted, ev.WeightsPublished(version=1, path="x")])
@@ -82,11 +80,6 @@ def test_contiguous_stretches() -> None:
     assert list(contiguous([3, 0, 1, 7, 8])) == [(0, 2), (3, 1), (7, 2)]
 
 
-def test_int_and_string_ids_have_streams_of_their_own() -> None:
-    ids: list[Any] = [12, "12", "'12'", -1, "-1", "12/gsm8k", "x"]
-    assert len({batch_stream(i) for i in ids}) == len(ids)
-
-
 def test_a_result_is_plain_json() -> None:
     state, _ = live(1, 3, 2, None, "eval")
     assert orjson.loads(orjson.dumps(state.final_result)) == state.final_result
@@ -97,16 +90,11 @@ def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_a
     events: list[ev.Event] = [ev.BatchSubmitted(batch_id="5/check", batch_type="eval", repeat_times=[4] * 3)]
     for task, runs in done.items():
         results = [ev.RunResult(run=run, metrics={"reward": float(task == 0)}, experiences=1) for run in runs]
-        if lost := [run for run in range(4) if run not in runs]:
-            events.append(ev.AttemptFailed(
-                task=task, run_id_base=0, failed_runs=lost, attempt=1, runner="a", incarnation=1, kind="workflow",
-                message="the judge is away", retry=False))
+        if missing := [run for run in range(4) if run not in runs]:
+            events.append(lost(task, *missing))
         if results:
-            events.append(ev.RunsFinished(
-                task=task, run_id_base=0, attempt=1, runner="a", incarnation=1, runs=results, payload=None,
-                model_version=0, model_version_end=0, seconds=0.5))
+            events.append(ran(task, *results))
     state = fold(events)
-    assert state is not None
     result = batch_result(state)
     assert {k: v for k, v in result["metrics"].items() if "reward/mean" in k} == {"eval/check/reward/mean@4": 0.5}
     assert result["metrics"]["eval/check/reward/best@4"] == 0.5
@@ -122,20 +110,15 @@ def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_a
 
 
 @pytest.mark.parametrize(("batch_id", "prefix", "mean"), [(7, "rollout", "mean"), ("7/check", "eval/check", "mean@2")])
-def test_a_mean_that_some_completed_runs_are_not_in_has_their_number_beside_it(
-    batch_id: int | str, prefix: str, mean: str
-) -> None:
+def test_a_mean_without_some_completed_runs_has_their_number_too(batch_id: int | str, prefix: str, mean: str) -> None:
     runs = [{"acc": 1.0, "bonus": 1.0, "reward": 2.0, "turns:sum": 1}, {"acc": 0.0}, {"acc:mean": 0.0, "reward": 0.0},
             {"acc": 0.0, "reward": 0.0}]
     state = fold([
         ev.BatchSubmitted(
             batch_id=batch_id, batch_type="eval" if prefix != "rollout" else "train", repeat_times=[2, 2]),
-        *(ev.RunsFinished(
-            task=i // 2, run_id_base=i % 2, attempt=1, runner="a", incarnation=1, payload=None, model_version=0,
-            model_version_end=0, seconds=0.5, runs=[ev.RunResult(run=i % 2, metrics=metrics, experiences=1)],
-        ) for i, metrics in enumerate(runs)),
+        *(ran(i // 2, ev.RunResult(run=i % 2, metrics=metrics, experiences=1), base=i % 2)
+          for i, metrics in enumerate(runs)),
     ])
-    assert state is not None
     result = batch_result(state)
     found = result["metrics"]
     assert (found[f"{prefix}/acc/{mean}"], found[f"{prefix}/bonus/{mean}"]) == (0.25, 1.0)
@@ -153,15 +136,9 @@ def test_a_mean_that_some_completed_runs_are_not_in_has_their_number_beside_it(
 def test_a_batch_that_is_trained_on_counts_the_failed_runs_of_its_tasks() -> None:
     state = fold([
         ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[4, 2]),
-        ev.RunsFinished(
-            task=0, run_id_base=0, attempt=1, runner="a", incarnation=1, payload=None, model_version=0,
-            model_version_end=0, seconds=0.5, runs=[ev.RunResult(run=0, metrics={"reward": 1.0}, experiences=1)]),
-        ev.AttemptFailed(
-            task=0, run_id_base=1, failed_runs=[1, 2, 3], attempt=1, runner="a", incarnation=1, kind="workflow",
-            message="the judge is away", retry=False),
+        ran(0, ev.RunResult(run=0, metrics={"reward": 1.0}, experiences=1)), lost(0, 1, 2, 3),
         ev.TaskDropped(tasks=[1], reason="the batch has enough"),
     ])
-    assert state is not None
     result = batch_result(state)
     assert missing_runs(3, "train", result["metrics"]) == 3
     before = batch_result(state, form=3)
@@ -174,17 +151,11 @@ def test_a_result_is_over_what_is_delivered_and_counts_the_runs_that_an_eval_gav
     def result(batch_type: Any, kept: list[int], form: int = 3) -> dict[str, float]:
         state = fold([
             ev.BatchSubmitted(batch_id="2/x", batch_type=batch_type, repeat_times=[1, 2, 2]),
-            *(ev.RunsFinished(
-                task=task, run_id_base=0, attempt=1, runner="a", incarnation=1, payload=None, model_version=0,
-                model_version_end=0, seconds=0.5,
-                runs=[ev.RunResult(run=0, metrics={"reward": float(task)}, experiences=1)],
-            ) for task in (0, 1)),
+            *(ran(task, ev.RunResult(run=0, metrics={"reward": float(task)}, experiences=1)) for task in (0, 1)),
             ev.TaskDropped(tasks=[1, 2], reason="the batch has enough", kept=kept),
         ])
-        assert state is not None
         assert state.ready_tasks() == [0, *kept]
-        metrics: dict[str, float] = batch_result(state, form=form)["metrics"]
-        return metrics
+        return batch_result(state, form=form)["metrics"]
 
     partly, whole = result("train", [1]), result("train", [])
     assert (partly["rollout/reward/mean"], whole["rollout/reward/mean"]) == (0.5, 0.0)

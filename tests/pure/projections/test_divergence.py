@@ -20,7 +20,6 @@ from trinity_es.system.other_settings import settings_phrase
 
 
 def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:
-    """The log with these events more."""
     write(path, [(stream, list(events))])
     return path
 
@@ -71,7 +70,6 @@ def run(
             finished(0, None, reward=reward if special else 0.5),
         ]
         state = fold(events)
-        assert state is not None
         done = [ev.BatchFinalized(result=batch_result(state))] if ended else []
         chapters.append((f"batch/{number}", [*events, *done]))
     write(path, chapters)

@@ -182,9 +182,7 @@ def test_a_runner_that_could_not_load_a_version_serves_on(story: Story) -> None:
      "quarantined", "4 lives ended within 600 s, the last: process 7 ended"),
     (ev.RunnerRetired(runner="runner-0", incarnation=1), "ended", "runner-0 #1 was ended"),
 ], ids=["failed", "quarantined", "retired"])
-def test_a_runner_that_needs_a_person_is_named_and_the_batch_is_stalled(
-    story: Story, event: ev.Event, cause: str, words: str
-) -> None:
+def test_a_runner_that_needs_a_person_stalls_the_batch(story: Story, event: ev.Event, cause: str, words: str) -> None:
     told = story.batch().at(5).add("runner/runner-0", event).why(10)
     assert told.cause == cause
     assert words in told.sentence
@@ -231,8 +229,7 @@ def test_units_without_a_place_say_who_has_the_places(story: Story) -> None:
 def test_units_sent_ahead_are_told_apart_from_places(story: Story) -> None:
     told = story.batch(2, tasks=12).batch(3).at(1).dispatch(*range(10), batch=2).why(3)
     place = next(w for w in told.waiting if w.cause == "places")
-    assert place.text.endswith(
-        "all 8 places of 1 runner are taken (batch 2: 10; 2 units more than places, sent ahead)")
+    assert place.text.endswith("all 8 places of 1 runner are taken (batch 2: 10; 2 units more than places, sent ahead)")
 
 
 def test_a_unit_waits_for_another_runner_than_the_one_it_failed_on(story: Story) -> None:

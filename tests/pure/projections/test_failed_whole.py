@@ -1,4 +1,5 @@
-"""A batch of which every run failed, and the same batch submitted again: what each account of the run makes of it."""
+"""A batch of which every run failed, then submitted again, and tasks that are run again: what each account makes of it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.handmade import finished, unit, write
+from tests.helpers.handmade import cli, finished, unit, write
+from tests.helpers.logs import tables
 from trinity_es.cli.run_in_view import run_summary
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads.payloads import open_payloads
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.history import attempts
-from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.history import attempts, task_history
+from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.resume_point import is_over, resume_point
 from trinity_es.projections.tables.read_models import projectors
 
@@ -37,7 +41,6 @@ def one_run(task: int) -> ev.RunsFinished:
 def finalized(*events: ev.Event) -> Events:
     begun = [SUBMITTED, SENT, *events]
     state = fold(begun)
-    assert state is not None
     return [*begun, ev.BatchFinalizing(), ev.BatchFinalized(result=batch_result(state))]
 
 
@@ -92,3 +95,80 @@ def test_the_run_counts_the_tokens_of_both_tries_and_the_tasks_of_the_last(tmp_p
         opened.rebuild()
     with open_log(str(path)) as log:
         assert log.batch_row(1) == row
+
+
+FAILED = ev.AttemptFailed(task=1, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
+                          kind="data", message="no", retry=False)
+
+
+def reopened(task: int, attempt: int, **of: object) -> ev.TaskReopened:
+    return ev.TaskReopened(task=task, units=[unit(task, attempt)], reason="mended", request=f"r{task}", **of)  # type: ignore[arg-type]  # fields of it
+
+
+def story(digest: str) -> list[ev.Event]:
+    """Task 0 finished, task 1 failed, task 2 was dropped; then all of them are run again, and 0 is finished anew."""
+    return [
+        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2, 2, 2], tasks=[{}, {}, {}]),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0), unit(1)], model_version=4),
+        finished(0, "0" * 64, reward=0.9), FAILED, ev.TaskDropped(tasks=[2], reason="enough"),
+        ev.BatchFinalizing(), ev.FinalizeFailed(error="lost"),
+        reopened(0, 2, finished=True, experiences=2), reopened(1, 2), reopened(2, 1, dropped="enough"),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0, 2)], model_version=5),
+        finished(0, digest, attempt=2, reward=0.25),
+    ]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    log = tmp_path / "log.sqlite"
+    digest = open_payloads(str(log)).put(b"tokens")
+    write(log, [(batch_stream(1), story(digest))])
+    return log
+
+
+@pytest.fixture
+def log(path: Path) -> Log:
+    return open_log(str(path))
+
+
+def test_state_and_tables_count_what_it_has_now(path: Path, log: Log) -> None:
+    state = log.replay(1)
+    assert (state.completed_task_count, sorted(state.pending), state.dropped) == (1, [(1, 0), (2, 0)], {})
+    row = log.batch_row(1)
+    assert (row.finished, row.failed, row.dropped, row.experiences) == (1, 0, 0, 2)
+    assert ("task", "enough") not in log.losses(1)
+    with EventLog.open(str(path), projectors=projectors()) as opened:
+        before = tables(opened)
+        opened.rebuild()
+        assert tables(opened) == before
+
+
+def test_each_account_of_the_batch_tells_it(log: Log) -> None:
+    told = attempts.fold_timeline(log.events(1))
+    assert [(t.state, t.rewards) for t in told.tasks] == [
+        ("finished", [0.25, 0.25 + 1 / 3]), ("pending", []), ("pending", [])]
+    assert told.tasks[1].reason == "run again: mended"
+    assert [what for _, what in told.turns if "again" in what] == [f"task {n} is run again: mended" for n in range(3)]
+    assert told.versions == {5: 1}
+    found = attempts.fold_timeline(log.events(1))
+    assert [(r.task, r.attempt, r.outcome) for r in found.rows] == [(0, 2, "finished")] * 2
+    course = task_history.follow_task(log.events(1), 0)
+    assert course.state == "finished"
+    assert {made.attempt for made in course.made.values()} == {2}
+    assert "run again, its earlier outcome is set aside: mended" in [turn.what for turn in course.turns]
+    assert task_history.follow_task(log.events(1), 1).state == "pending"
+
+
+def test_the_payload_that_it_had_is_needed_no_longer(log: Log) -> None:
+    assert log.verify() == []
+
+
+def test_its_result_is_that_of_a_batch_in_which_it_ran_once(log: Log) -> None:
+    again = log.replay(1)
+    once = fold([story("d" * 64)[0], finished(0, "d" * 64, attempt=2, reward=0.25)])
+    assert batch_result(again) == batch_result(once)
+
+
+def test_show_and_events_tell_it(path: Path) -> None:
+    assert "task 0 is run again: mended" in cli("events", "1", "--log", path).stdout
+    assert "is run again: mended" in cli("show", "1", "--log", path).stdout

@@ -121,8 +121,7 @@ def _joined(host: str, epoch: int = 1) -> ev.HostJoined:
 
 def a_run(*, pending: int = 0, places: int = 8) -> Story:
     """A batch over the head and host b: task 0 is here, task 1 there, and `pending` more wait."""
-    story = Story().add("system", ev.SystemConfigured(
-        config={**configured().config, "hosts": {"timeout": 15.0}}))
+    story = Story().add("system", ev.SystemConfigured(config={**configured().config, "hosts": {"timeout": 15.0}}))
     story.runner("runner-0", places=places).add("hosts", _joined("b")).runner("runner-0@b", 2, places=places)
     return story.at(10).batch(tasks=2 + pending).dispatch(0).dispatch(1, runner="runner-0@b", incarnation=2)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.handmade import finished, history, unit, write
+from tests.helpers.handmade import finished, history, recorded, unit, write
 from tests.helpers.story import Story
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.values import FailureKind, batch_stream
+from trinity_es.events.values import FailureKind
 from trinity_es.projections.history.attempts import fold_timeline, select_runs
 from trinity_es.projections.history.runner_work import work_of
 from trinity_es.projections.reading.log_reader import open_log
@@ -44,9 +44,7 @@ def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path
     assert found.row(5, 0) is None
 
 
-def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_tried_again_only_once(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_was_given_up_has_its_reason_and_one_that_was_tried_again_is_there_once(tmp_path: Path) -> None:
     def failed(attempt: int, retry: bool) -> ev.AttemptFailed:
         return ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=attempt, runner="r", incarnation=1,
                                 kind="timeout", message=f"attempt {attempt}", retry=retry, seconds=2.0)
@@ -54,13 +52,9 @@ def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_t
     def sent(attempt: int) -> ev.TasksDispatched:
         return ev.TasksDispatched(runner="r", incarnation=1, units=[unit(0, attempt)], model_version=7)
 
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id="a/b", batch_type="train", repeat_times=[2], tasks=[{}], max_attempts=2),
-        sent(1), failed(1, True), sent(2), failed(2, False),
-    ]
-    write(tmp_path / "log.sqlite", [(batch_stream("a/b"), events)])
-    with open_log(str(tmp_path / "log.sqlite")) as log:
-        found = fold_timeline(log.events("a/b"))
+    submitted = ev.BatchSubmitted(batch_id="a/b", batch_type="train", repeat_times=[2], tasks=[{}], max_attempts=2)
+    events = recorded(tmp_path, "a/b", submitted, sent(1), failed(1, True), sent(2), failed(2, False))
+    found = fold_timeline(events)
     assert [(r.run, r.outcome, r.message, r.attempt, r.payload) for r in found.rows] == [
         (0, "timeout", "attempt 2", 2, None), (1, "timeout", "attempt 2", 2, None)]
     assert found.rows[0].dispatched_version == 7
@@ -74,9 +68,7 @@ def test_what_the_pipeline_took_out_is_found_by_its_id_also_where_the_batch_has_
     assert [(r.run, r.dropped_by) for r in found.rows] == [(0, []), (1, ["filter"])]
 
 
-def test_the_first_and_last_of_a_list_are_the_best_and_the_worst_and_what_has_no_reward_comes_last(
-    log_path: str,
-) -> None:
+def test_a_list_goes_from_the_best_to_the_worst_and_what_has_no_reward_comes_last(log_path: str) -> None:
     with open_log(log_path) as log:
         rows = fold_timeline(log.events(3)).rows
     rows[1].reward = None
@@ -111,12 +103,8 @@ def test_an_attempt_that_finished_some_runs_and_failed_at_others_took_its_time_o
     failed = [ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[run], attempt=1, runner="runner-1", incarnation=1,
                                kind=kind, message="", retry=False, seconds=1.25)
               for run, kind in enumerate(kinds, 2)]
-    write(tmp_path / "log.sqlite", [("batch/1", [
-        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[4], tasks=[{}]),
-        ev.TasksDispatched(runner="runner-1", incarnation=1, model_version=4,
-                           units=[ev.Unit(task=0, run_id_base=0, runs=4, attempt=1)]),
-        made, *failed,
-    ])])
-    with open_log(str(tmp_path / "log.sqlite")) as log:
-        work = work_of(log.events(1), "runner-1")
+    submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[4], tasks=[{}])
+    sent = ev.TasksDispatched(runner="runner-1", incarnation=1, model_version=4,
+                              units=[ev.Unit(task=0, run_id_base=0, runs=4, attempt=1)])
+    work = work_of(recorded(tmp_path, 1, submitted, sent, made, *failed), "runner-1")
     assert (work.seconds, work.runs, dict(work.failures)) == (1.25, 2, {"workflow": 1, "data": 1})

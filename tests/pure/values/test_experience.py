@@ -41,11 +41,8 @@ def test_p5_a_suffix_is_six_random_hex_digits_unless_one_is_given() -> None:
 @given(eids)
 def test_p5_an_eid_comes_back_from_its_dict(eid: EID) -> None:
     assert EID.from_dict(orjson.loads(orjson.dumps(eid.to_dict()))) == eid
-
-
-def test_p5_a_dict_that_is_no_eid_is_refused() -> None:
     with pytest.raises(DataError, match="project"):
-        EID.from_dict({"batch": 1, "project": "x"})
+        EID.from_dict({**eid.to_dict(), "project": "x"})
 
 
 # --- construction ---------------------------------------------------------------------------------------------------
@@ -60,26 +57,26 @@ def test_p5_lists_become_arrays_of_the_documented_types() -> None:
     assert e.action_mask.tolist() == [True, False]
 
 
-def test_p5_a_single_turn_experience_has_an_action_mask_of_ones() -> None:
-    e = small()
-    assert (e.experience_type, e.action_mask.tolist()) == ("single_turn", [True, True])
+@pytest.mark.parametrize(("fields", "kind", "prompt", "mask"), [
+    ({}, "single_turn", 2, [True, True]),
+    ({"truncate_status": "prompt_truncated", "logprobs": [0, 0]}, "single_turn", 2, [False, False]),
+    ({"chosen": [5, 6], "rejected": [7]}, "dpo", 4, None),
+], ids=["single turn", "truncated prompt", "preference pair, whose prompt is its tokens"])
+def test_p5_an_experience_has_the_action_mask_of_its_kind(
+    fields: dict[str, Any], kind: str, prompt: int, mask: list[bool] | None
+) -> None:
+    e = small(**fields)
+    assert (e.experience_type, e.prompt_length) == (kind, prompt)
+    assert (None if e.action_mask is None else e.action_mask.tolist()) == mask
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])
-def test_p45_a_mask_of_whole_numbers_is_taken_whatever_their_type(kind: Any) -> None:
+def test_p45_a_mask_of_whole_numbers_is_taken_whatever_their_type_and_no_other(kind: Any) -> None:
     assert small(action_mask=np.ones(2, dtype=kind)).action_mask.tolist() == [True, True]
     assert small(action_mask=np.array([0, 1], dtype=kind)).action_mask.tolist() == [False, True]
-
-
-@pytest.mark.parametrize("value", [0.5, math.nan])
-def test_p45_a_mask_of_other_numbers_is_refused(value: float) -> None:
-    with pytest.raises(DataError, match="action_mask has dtype float64, expected bool"):
-        small(action_mask=[1.0, value])
-
-
-def test_p5_a_truncated_prompt_has_an_action_mask_of_zeros() -> None:
-    e = small(truncate_status="prompt_truncated", logprobs=[0, 0])
-    assert e.action_mask.tolist() == [False, False]
+    for other in (0.5, math.nan):
+        with pytest.raises(DataError, match="action_mask has dtype float64, expected bool"):
+            small(action_mask=[1.0, other])
 
 
 def test_p5_the_prompt_length_is_inferred_from_the_mask_then_the_logprobs_and_is_1_otherwise() -> None:
@@ -100,11 +97,6 @@ def test_p45_the_default_prompt_length_with_a_mask_of_all_tokens_is_1() -> None:
     assert (e.experience_type, e.prompt_length) == ("multi_turn", 1)
     assert (e.action_mask.tolist(), e.logprobs.tolist()) == ([False, True, False], [1, 2, 3])
     assert Experience(tokens=[1, 2, 3], logprobs=[0, 1, 2]).prompt_length == 1
-
-
-def test_p5_the_prompt_of_a_preference_pair_is_its_tokens() -> None:
-    e = small(chosen=[5, 6], rejected=[7])
-    assert (e.experience_type, e.prompt_length, e.action_mask) == ("dpo", 4, None)
 
 
 @pytest.mark.parametrize(

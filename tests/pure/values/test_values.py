@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trinity_es.events import values
@@ -37,10 +37,7 @@ class Played:
 def test_p1_the_smaller_number_goes_first_then_the_step_before_its_evals_and_names_last() -> None:
     given_ids: list[BatchId] = ["nightly", "12/gsm8k", "3/math", 12, 3, "3/gsm8k", "bench"]
     assert sorted(given_ids, key=values.sort_batch_id) == [3, "3/gsm8k", "3/math", 12, "12/gsm8k", "bench", "nightly"]
-
-
-def test_p1_numbers_are_compared_as_numbers_not_as_text() -> None:
-    assert sorted(["10/a", 9, "9/a", 10], key=values.sort_batch_id) == [9, "9/a", 10, "10/a"]
+    assert sorted(["10/a", 9, "9/a", 10], key=values.sort_batch_id) == [9, "9/a", 10, "10/a"], "numbers, not texts"
 
 
 @given(st.lists(batch_ids, max_size=12))
@@ -55,6 +52,10 @@ def test_p1_the_order_is_total_and_the_same_from_every_start(ids: list[BatchId])
 
 
 @given(batch_ids, batch_ids)
+@example(12, "12")
+@example("12", "'12'")
+@example("12", "12/gsm8k")
+@example(-1, "-1")
 def test_p1_different_batches_have_different_streams(a: BatchId, b: BatchId) -> None:
     if type(a) is not type(b) or a != b:
         assert values.batch_stream(a) != values.batch_stream(b)
@@ -74,11 +75,8 @@ def test_p2_a_task_comes_back_from_its_json_as_it_was(
     assert values.task_from_dict(written, batch_id=3, task_id=7) == task
 
 
-def test_p2_ids_are_not_part_of_the_encoding() -> None:
+def test_p2_ids_are_not_part_of_the_encoding_and_classes_travel_by_the_name_that_others_import() -> None:
     assert task_to_dict(Task(workflow="w", batch_id=3, task_id=7)) == {"workflow": "w"}
-
-
-def test_p2_classes_travel_by_the_name_that_another_process_imports() -> None:
     written = task_to_dict(Task(workflow=Played, reward_fn=Played))
     assert written == {"workflow": f"{__name__}:Played", "reward_fn": f"{__name__}:Played"}
 
@@ -100,18 +98,14 @@ def test_p2_what_can_not_travel_is_named_with_its_path_and_type(task: Task, name
         assert name in str(e.value)
 
 
-def test_p2_a_local_class_is_refused_with_the_way_out() -> None:
+def test_p2_a_local_class_and_one_of_the_main_script_are_refused() -> None:
     class Local:
         pass
 
     with pytest.raises(TaskNotSerializable, match=r"Local.*top of a module"):
         task_to_dict(Task(workflow=Local))
-
-
-def test_p2_a_class_of_the_main_script_is_refused() -> None:
-    script_class = type("Mine", (), {"__module__": "__main__"})
     with pytest.raises(TaskNotSerializable, match="__main__"):
-        values.class_path(script_class)
+        values.class_path(type("Mine", (), {"__module__": "__main__"}))
 
 
 def test_p2_prompt_and_truth_are_found_by_the_format_args() -> None:
@@ -121,13 +115,12 @@ def test_p2_prompt_and_truth_are_found_by_the_format_args() -> None:
 
 
 # --- P4 -------------------------------------------------------------------------------------------------------------
-def test_p4_a_status_is_ok_when_all_its_runs_completed() -> None:
-    assert values.Status(completed_runs=4, total_runs=4).ok
+def test_p4_a_status_is_ok_when_all_its_runs_completed_and_its_metric_is_the_first_runs() -> None:
+    done = values.Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.0}, {"a": 2.0}])
+    assert (done.ok, done.metric) == (True, {"a": 1.0})
     assert not values.Status(completed_runs=3, total_runs=4).ok
-
-
-def test_p4_the_older_interface_reads_the_first_runs_metrics() -> None:
-    assert values.Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.0}, {"a": 2.0}]).metric == {"a": 1.0}
+    whole = values.Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.5}], per_run=[{"a": 1.0}, {"a": 2.0}])
+    assert whole.metric == {"a": 1.0}
     assert values.Status(completed_runs=0, total_runs=2).metric == {}
 
 
