@@ -117,17 +117,22 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
         except Exception as e:
-            message = _message(e)
-            if message is None:
+            line = _error_line(e)
+            if line is None:
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
             from trinity_es.safe_text import plain  # not at the top: --help does not need it
 
-            line = " - ".join([message, *getattr(e, "__notes__", ())])
             lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # a ConfigError has a line per problem
             print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
             raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
+
+
+def _error_line(error: Exception) -> str | None:
+    """Return an error that users can cause as one line, with its notes; None for a bug."""
+    message = _message(error)
+    return None if message is None else " - ".join([message, *getattr(error, "__notes__", ())])
 
 
 def _message(error: Exception) -> str | None:

@@ -30,7 +30,8 @@ class TestSubmit:
         given(*before).when(batches.submit, submitted(submission=submission)).then(*then)
 
     def test_p25_an_active_id_is_refused_and_a_task_without_runs(self) -> None:
-        given(submitted()).when(batches.submit, submitted(submission="other")).then_raises(BatchAlreadyActive, "already active")
+        other = submitted(submission="other")
+        given(submitted()).when(batches.submit, other).then_raises(BatchAlreadyActive, "already active")
         given().when(batches.submit, submitted(repeat_times=[1, 0])).then_raises(DataError, "task 1")
 
     def test_p25_an_empty_batch_stays_pending(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.engines.vllm.weights import short
+from trinity_es.actors.engines.vllm.weights import short_error
 from trinity_es.dashboard.tokens import LEVELS, byte_decode, decoder, level, overlay, token_texts
 from trinity_es.events.experience import Experience
 from trinity_es.safe_text import cut, error_line, plain, shown
@@ -114,4 +114,4 @@ def test_an_error_is_shown_with_its_last_frame_however_long_it_is() -> None:
 def test_an_engine_tells_what_pydantic_refused_and_not_where_to_read_on() -> None:
     error = ValueError("1 validation error for ModelConfig\n  Value error, max_model_len (512) is greater than 256\n"
                        "    For further information visit https://errors.pydantic.dev/2.14/v/value_error")
-    assert short(error) == "ValueError: Value error, max_model_len (512) is greater than 256"
+    assert short_error(error) == "ValueError: Value error, max_model_len (512) is greater than 256"
