@@ -305,9 +305,7 @@ def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path
 @pytest.mark.parametrize(("free", "engine", "verdict"), [
     (64, "vllm", "wrong"), (64, "scripted", "note"), (512, "vllm", "note"), (4096, "vllm", "ok"),
 ])
-def test_doctor_looks_at_shared_memory(
-    free: int, engine: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_sees_shm(free: int, engine: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (
         type(usage("/"))(free << 20, 0, free << 20) if str(path) == "/dev/shm" else usage(path)))

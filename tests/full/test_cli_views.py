@@ -30,9 +30,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_handed_in_after_the_shown_tasks_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, read = tmp_path / "log.sqlite", list[int]()
     first = ev.BatchSubmitted(batch_id=1, batch_type="collect", repeat_times=[1] * 40, tasks=[{}] * 40)
     write(path, [("batch/1", [first, ev.TasksAdded(repeat_times=[1] * 5, tasks=[{}] * 5)])])

@@ -258,9 +258,7 @@ def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio", "swanlab"])
-def test_p37_a_service_has_one_run_for_all_lives(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p37_a_service_has_one_run_for_all_lives(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb drops what comes with a step before its newest, as evals do: it gets ours as a metric, the x axis of all.
     """
     began: list[dict[str, Any]] = []
@@ -354,9 +352,7 @@ def test_p37_mlflow_has_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
-def test_p37_a_missing_package_is_named_with_its_extra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p37_a_missing_package_is_named_by_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.partition(".")[0] == name] or [name]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"pip install 'trinity-es\[{name}\]'"):

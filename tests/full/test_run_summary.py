@@ -148,9 +148,7 @@ def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path
         assert read_overview(log, now=START + 5).tokens_per_second == pytest.approx(6000 / 5)
 
 
-def test_an_eval_that_gave_nothing_is_counted_and_named(
-    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_eval_without_a_result_is_named(tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
     failed: list[tuple[float, str, ev.Event]] = [
         (0, "batch/0/letters", submitted("0/letters", "eval")),

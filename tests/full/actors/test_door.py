@@ -181,9 +181,7 @@ def test_half_a_frame_and_a_closed_connection_leave_nothing(make_door: MakeDoor)
     assert send(a, b, "well") == "well"
 
 
-def test_who_shows_no_seal_in_time_is_dropped_however_slowly_he_goes_on(
-    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_without_a_seal_in_time_is_dropped(make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_transport, "STRANGER_SECONDS", 0.4)
     a, b = make_door(), make_door()
     silent, slow = raw(b, b""), raw(b, b"1")
@@ -217,9 +215,7 @@ def test_a_frame_of_ours_that_does_not_end_is_dropped_too(make_door: MakeDoor, m
         assert send(a, b, "well") == "well"
 
 
-def test_of_too_many_connections_that_say_nothing_the_oldest_are_dropped_and_ours_are_heard(
-    make_door: MakeDoor
-) -> None:
+def test_of_too_many_silent_connections_the_oldest_are_dropped_and_ours_are_heard(make_door: MakeDoor) -> None:
     a, b = make_door(), make_door()
     b._max_strangers = 10
     assert send(a, b, "before") == "before"
@@ -295,9 +291,7 @@ def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
     assert send(a, b, "well") == "well"
 
 
-def test_however_many_frames_are_refused_warnings_are_few(
-    make_door: MakeDoor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_refused_frames_make_few_warnings(make_door: MakeDoor, caplog: pytest.LogCaptureFixture) -> None:
     b = make_door()
     with caplog.at_level(logging.WARNING):
         for _ in range(30):

@@ -116,9 +116,7 @@ async def test_a_module_is_imported_once_for_all_its_workers_and_they_come_as_th
     assert {os.getpgid(pid) for pid in [template, *pool.pids()]} == {os.getpgid(0)}
 
 
-async def test_a_pool_that_is_warmed_has_imported_everything_before_the_first_run(
-    module: Module, tmp_path: Path
-) -> None:
+async def test_a_warmed_pool_has_imported_everything_before_the_first_run(module: Module, tmp_path: Path) -> None:
     workflow = module("import sys\nTHERE = 'wave' in sys.modules", in_run="metrics['there'] = float(THERE)")
     pool = WorkerPool(8)
     try:
@@ -132,9 +130,7 @@ async def test_a_pool_that_is_warmed_has_imported_everything_before_the_first_ru
         await pool.close()
 
 
-async def test_a_killed_worker_is_replaced_by_a_fork_and_is_no_zombie(
-    pool: WorkerPool, module: Module, tmp_path: Path
-) -> None:
+async def test_a_killed_worker_is_replaced_and_is_no_zombie(pool: WorkerPool, module: Module, tmp_path: Path) -> None:
     workflows, workflow = runner(pool), module()
     [first] = (await played(workflows, workflow)).results
     pid = int(first.metrics["pid"])
@@ -146,9 +142,7 @@ async def test_a_killed_worker_is_replaced_by_a_fork_and_is_no_zombie(
     assert len(imports(tmp_path, workflow)) == 2
 
 
-async def test_a_run_given_to_a_worker_that_ends_before_it_begins_is_played_by_another(
-    pool: WorkerPool, module: Module
-) -> None:
+async def test_a_run_whose_worker_ends_before_it_begins_is_played_by_another(pool: WorkerPool, module: Module) -> None:
     workflows, workflow = runner(pool), module()
     [first] = (await played(workflows, workflow)).results
     pid = int(first.metrics["pid"])
@@ -226,9 +220,7 @@ async def test_workers_draw_different_numbers(pool: WorkerPool, module: Module) 
     assert drawn == {"a": 4, "b": 4, "c": 4, "d": 1}
 
 
-async def test_a_template_that_dies_is_made_anew_and_its_runs_are_infrastructure(
-    pool: WorkerPool, module: Module, tmp_path: Path
-) -> None:
+async def test_a_dead_template_is_replaced_and_blames_no_run(pool: WorkerPool, module: Module, tmp_path: Path) -> None:
     go = tmp_path / "begun"
     in_run = f"open({str(go)!r}, 'a').close(); time.sleep(0 if os.path.exists({str(go)!r} + '2') else 60)"
     workflow = module(in_run=in_run)

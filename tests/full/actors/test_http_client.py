@@ -221,9 +221,7 @@ def test_what_goes_past_a_proxy_is_added_to_in_both_spellings(given: dict[str, s
         assert proxy_bypass_environment("10.0.0.1:80", {"no": value})
 
 
-async def test_the_environment_s_proxy_is_gone_through_and_no_netrc_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_the_environment_s_proxy_is_used_and_no_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     heads: list[bytes] = []
 
     async def proxy(head: bytes, reader: Reader, writer: Writer) -> None:

@@ -342,9 +342,7 @@ def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cl
     ("Gone", "", "has no Gone"),
     ("Half", "", "can't be built"),
 ])
-def test_a_provider_that_does_not_release_is_told_and_costs_nothing_else(
-    tmp_path: Path, cls: str, how: str, says: str
-) -> None:
+def test_a_failing_release_is_told_and_costs_nothing_else(tmp_path: Path, cls: str, how: str, says: str) -> None:
     [error] = errors_of([lease(tmp_path, provider=f"{PROVIDERS}:{cls}", how=how)], seconds=1.0).values()
     assert says in error
 

@@ -214,9 +214,7 @@ def test_a_second_trouble_while_it_resumes_closes_it_again(host: Host, monkeypat
     assert host.types() == ["TasksetAdvanced", "WritingResumed"]
 
 
-def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(
-    host: Host, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_tried_less_and_less_and_told_once(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     opened(host)
     full, told = LogUnavailable("the disk is full"), list[Exception]()
     host.delays.clear()

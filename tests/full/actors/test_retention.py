@@ -103,9 +103,7 @@ def test_a_payload_that_a_batch_still_refers_to_stays_whoever_else_was_freed(pla
         assert event == ev.PayloadsFreed(batches=[1, 2], payloads=1, bytes=3)
 
 
-def test_payloads_in_s3_are_freed_and_those_of_another_log_with_the_same_content_stay(
-    tmp_path: Path, s3: S3Server
-) -> None:
+def test_payloads_in_s3_are_freed_and_equal_ones_of_another_log_stay(tmp_path: Path, s3: S3Server) -> None:
     bucket_url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -146,9 +144,7 @@ def collected(batch_id: BatchId, raw: str, taken: bool) -> tuple[str, list[ev.Ev
     return batch_stream(batch_id), events
 
 
-def test_what_a_scheduler_collected_goes_when_later_steps_were_acknowledged_and_what_it_did_not_stays(
-    place: Place,
-) -> None:
+def test_what_a_scheduler_collected_goes_when_later_steps_are_acknowledged_and_the_rest_stays(place: Place) -> None:
     texts = ["a", "b", "c", "d", "e"]
     a, b, c, d, e = (place.put(t) for t in texts)
     write(place.path, [

@@ -55,9 +55,7 @@ class Told:
 
 @pytest.mark.parametrize("provider", ["HandedOver", "AsyncHandedOver"])
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_what_a_lost_attempt_held_is_taken_over_and_if_that_fails_left(
-    tmp_path: Path, provider: str, is_async: bool
-) -> None:
+async def test_what_a_lost_attempt_held_is_taken_over_or_left(tmp_path: Path, provider: str, is_async: bool) -> None:
     (tmp_path / "box").write_text("es-old")
 
     def taken(told: Told, **args: Any) -> Lease:
@@ -206,9 +204,7 @@ def threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("by", ["with", "async with"])
-def test_what_create_connected_serves_renew_and_release(
-    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_create_connected_serves_the_rest(tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "RENEWALS", 500)
     told = Told()
     wanted = Lease(RunLeases(told), f"{PROVIDERS}:Connected", {"folder": str(tmp_path)}, ttl=5.0, creation_timeout=5.0)

@@ -127,9 +127,7 @@ MESSAGES = [f"chatcmpl-{i}" for i in range(6)]
 
 @given(st.lists(st.tuples(st.sampled_from(["reward", "deliver"]), st.sets(st.sampled_from(MESSAGES), min_size=1),
                           st.floats(-2, 2), st.sampled_from([None, "a"])), max_size=8))
-def test_p36_the_table_of_answers_is_the_fold_of_their_stream(
-    steps: list[tuple[str, set[str], float, str | None]]
-) -> None:
+def test_p36_the_table_of_answers_is_their_fold(steps: list[tuple[str, set[str], float, str | None]]) -> None:
     events: list[ev.Event] = [ev.AnswersRecorded(answers=[answer(m, digest=None if m[-1] == "5" else m)
                                                           for m in MESSAGES])]
     for kind, messages, reward, task in steps:
@@ -227,9 +225,7 @@ def test_p36_a_reward_that_is_not_durable_yet_waits_for_the_next_delivery(place:
     assert {m: (s.reward, s.delivered) for m, s in place.state().items()} == {"a": (9.0, False), "b": (1.0, True)}
 
 
-def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p36_a_delivery_that_can_not_read_the_log_hinders_nobody(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.record("a")
     place.reward("a")
     with monkeypatch.context() as patch:

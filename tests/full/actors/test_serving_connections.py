@@ -150,9 +150,7 @@ async def test_where_no_connection_more_fits_clients_wait_and_those_that_are_the
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
-async def test_a_process_without_a_file_left_says_so_once_and_answers_who_is_there(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_process_without_a_file_left_says_so_and_answers_on(caplog: pytest.LogCaptureFixture) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
     async with serving(Recorder()) as server, httpx.AsyncClient(base_url=server.url, headers=headers) as http:
         assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200

@@ -94,9 +94,7 @@ async def test_p36_where_an_engine_answers_oddly_another_is_asked(proxy: Proxy, 
 
 
 @pytest.mark.parametrize("lost", [httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout])
-async def test_a_request_that_lost_two_engines_is_given_to_no_third(
-    proxy: Proxy, lost: type[httpx.TransportError]
-) -> None:
+async def test_a_request_that_lost_two_engines_gets_no_third(proxy: Proxy, lost: type[httpx.TransportError]) -> None:
     came: list[str] = []
 
     async def engine(request: httpx.Request) -> httpx.Response:

@@ -232,9 +232,7 @@ async def gone(note: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["sleep", "loop", "C", "model", "deaf"])
-async def test_p12_a_hung_workflow_is_really_ended_and_its_place_is_free(
-    pool: WorkerPool, tmp_path: Path, how: str
-) -> None:
+async def test_p12_a_hung_workflow_is_ended_and_its_place_free(pool: WorkerPool, tmp_path: Path, how: str) -> None:
     engine = Recorder(rules=[{"prompt": "hang", "hang": True}])
     workflows = runner(pool, engine, timeout=1.5)
     await played(workflows, Tells)
@@ -292,9 +290,7 @@ async def test_a_worker_that_died_while_idle_is_replaced(pool: WorkerPool) -> No
     assert (await played(workflows, Tells)).results
 
 
-async def test_a_worker_that_does_not_start_is_infrastructure(
-    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_can_t_start_is_infrastructure(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     [(_, kind, message)] = (await played(runner(pool), Tells)).failures
     assert (kind, "could not be started" in message) == ("infra", True)
@@ -327,9 +323,7 @@ async def test_what_goes_wrong_in_a_call_is_told_where_it_was_called(pool: Worke
     assert done.experiences[0].info["errors"] == ["WorkflowError", "TypeError", "AttributeError", "TrinityError"]
 
 
-async def test_a_thread_that_a_workflow_left_behind_is_no_part_of_the_next_run(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+async def test_a_thread_that_a_workflow_left_is_no_part_of_the_next_run(pool: WorkerPool, tmp_path: Path) -> None:
     engine, note = Recorder(), tmp_path / "said"
     workflows = runner(pool, engine)
     first = await played(workflows, LeavesAThread, note=str(note))

@@ -217,9 +217,7 @@ def test_a_page_says_that_the_next_server_asks_for_another_token(browser: Browse
 
 
 @pytest.mark.parametrize("opened", ["before the log went", "after it"])
-def test_what_was_wrong_before_a_server_died_is_over_when_the_next_one_has_the_log(
-    browser: Browser, hand: str, opened: str
-) -> None:
+def test_what_was_wrong_before_a_server_died_is_over_with_the_next(browser: Browser, hand: str, opened: str) -> None:
     there, away = Path(hand), Path(hand).with_name("away")
     with serving(hand) as dashboard:
         port = int(dashboard.url.rpartition(":")[2])

@@ -88,9 +88,7 @@ async def stream_of(client: httpx.AsyncClient, tail: Tail) -> tuple[int, AsyncIt
     return position, stream
 
 
-async def test_a_page_that_is_ahead_of_the_tail_is_not_asked_for_again(
-    hand: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_ahead_of_the_tail_is_not_asked_for_again(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pages_of(hand, monkeypatch) as (client, tail):
         append(hand, "a")  # the tail looks a moment later
         position, stream = await stream_of(client, tail)

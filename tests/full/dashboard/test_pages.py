@@ -290,9 +290,7 @@ def test_a_step_of_several_batches_is_their_mean() -> None:
     assert curve("step", {"reward": points})["data"] == [[1, 2], [0.5, 0.25]]
 
 
-def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_a_large_open_batch_asked_again_read_what_is_new(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trinity_es.events.store.log
 
     make(str(path), batches=1, tasks=1200, payloads=False, dead=True)

@@ -255,9 +255,7 @@ async def test_a_refusal_of_a_server_that_restarted_is_none(server: Wrong, engin
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_server_that_takes_nothing_for_a_while_is_waited_for(
-    server: Wrong, engine: HTTPEngine, status: int
-) -> None:
+async def test_a_server_that_takes_nothing_is_waited_for(server: Wrong, engine: HTTPEngine, status: int) -> None:
     server.wrong = {"status": status, "times": 3}
     assert await engine.generate([5], EIGHT)
     server.wrong = {"status": status, "times": 3}
@@ -315,9 +313,7 @@ def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @PLAIN
-async def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(
-    server: Wrong, engine: HTTPEngine
-) -> None:
+async def test_a_server_that_answers_others_and_takes_nothing_new_goes_on(server: Wrong, engine: HTTPEngine) -> None:
     server.args.token_seconds = 0.1
     for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
         engine._last_answer_at = float("-inf")  # it has answered nobody for long
@@ -377,9 +373,7 @@ async def test_a_server_that_does_not_keep_its_label_is_told_and_not_met_again_a
     assert server.asked == 0
 
 
-async def test_what_keeps_a_server_from_being_met_is_what_its_engine_waits_for(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_waits_for_what_keeps_it_from_its_server(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows when its process was started, so it may have restarted: it is met again, and told why."""
 
     async def nothing(self: VLLMServer) -> str:

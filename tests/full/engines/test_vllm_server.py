@@ -159,9 +159,7 @@ def test_logprobs_that_a_client_asks_for_have_their_names(session: Session, more
 @pytest.mark.parametrize(("character", "asked"), [
     ("b", {"stop": ["b"]}), ("b", {"stop_token_ids": [65]}), ("\u65e5", {"ignore_eos": True}),
 ], ids=["a stop string", "a stop token", "part of a character"])
-def test_a_text_that_is_empty_for_its_client_is_kept_as_empty(
-    session: Session, character: str, asked: dict[str, Any]
-) -> None:
+def test_a_text_that_is_empty_for_its_client_stays_so(session: Session, character: str, asked: dict[str, Any]) -> None:
     first = session.live.engine.tokenizer.encode(character)[0]
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "allowed_token_ids": [first], **asked}
     told = session.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]

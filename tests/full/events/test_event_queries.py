@@ -46,9 +46,7 @@ def test_the_bulk_is_named_once_and_all_else_is_rare() -> None:
 
 
 @pytest.mark.parametrize("page", [1, 3, 1000])
-def test_they_are_those_of_a_reading_of_everything(
-    mixed: EventLog, page: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_those_of_a_reading_of_everything(mixed: EventLog, page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity_es.events.store.log.PAGE", page)
     for types in (None, ["BatchTrained"], ["TaskDropped", "BatchTrained"], ["OutputFailed"], []):
         for after, before in ((0, None), (4, 33), (5, 6), (33, 33), (100, None)):

@@ -153,9 +153,7 @@ def test_a_file_that_is_moved_in_the_middle_of_a_commit_is_not_acknowledged(
 
 @pytest.mark.parametrize("suffix", ["-wal", "-shm"])
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_write_ahead_log_that_lost_its_name_is_saved_whole(
-    log: EventLog, path: Path, suffix: str, how: str
-) -> None:
+def test_a_write_ahead_log_that_lost_its_name_is_saved_whole(log: EventLog, path: Path, suffix: str, how: str) -> None:
     for i in range(1, 20):
         write(log, "a", i)
     beside = Path(f"{path}{suffix}")

@@ -91,9 +91,7 @@ def test_a_log_keeps_the_place_that_it_records(url: str, bucket_url: str, tmp_pa
         settle_place(url, f"file://{tmp_path}/shared")
 
 
-def test_the_first_release_refuses_a_log_that_records_a_place(
-    url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_release_refuses_a_recorded_place(url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "SCHEMA_REV", 1)
     EventLog.open(url).close()
     monkeypatch.undo()

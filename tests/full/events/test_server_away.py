@@ -96,9 +96,7 @@ def started() -> Iterator[Callable[..., Command]]:
         command.process.wait(30)
 
 
-def test_events_f_waits_for_the_server_and_misses_nothing(
-    urls: tuple[str, str], wire: Wire, started: Callable[..., Command]
-) -> None:
+def test_events_f_waits_and_misses_nothing(urls: tuple[str, str], wire: Wire, started: Callable[..., Command]) -> None:
     following = started("events", "-f", "--json", "--log", urls[0])
     following.says(following.out, '"position":', 3)
     wire.cut()

@@ -96,9 +96,7 @@ class TestUrls:
             ("postgresql+psycopg://me@db/rl?password=s3cret", "postgresql+psycopg://me@db/rl?password=***"),
         ],
     )
-    def test_are_understood_as_people_write_them_and_shown_without_the_password(
-        self, written: str, shown: str
-    ) -> None:
+    def test_are_understood_as_people_write_them_and_shown_without_the_password(self, written: str, shown: str) -> None:
         assert masked(parse_url(written)) == masked(written) == shown
 
     def test_a_password_is_in_no_message(self) -> None:
@@ -111,9 +109,7 @@ class TestUrls:
 
 class TestFullDisk:
     @pytest.mark.parametrize("limit", [150_000, 151_000, 180_000, 300_001])
-    def test_a_disk_that_fills_up_under_a_writer_loses_nothing_that_was_acknowledged(
-        self, tmp_path: Path, limit: int
-    ) -> None:
+    def test_a_disk_that_fills_up_loses_nothing_that_was_acknowledged(self, tmp_path: Path, limit: int) -> None:
         """A child may write files of `limit` bytes; at the limit a write is cut short, as on a full disk."""
         code = (
             "import resource, sys\n"

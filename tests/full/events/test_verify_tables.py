@@ -76,9 +76,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("statement", "told"), ROWS)
-def test_a_changed_row_is_named_with_table_key_and_column(
-    filled: Path, tmp_path: Path, statement: str, told: str
-) -> None:
+def test_a_changed_row_is_named_by_table_and_column(filled: Path, tmp_path: Path, statement: str, told: str) -> None:
     shutil.copytree(filled.parent, tmp_path, dirs_exist_ok=True)
     problems = tampered(str(tmp_path / filled.name), statement).problems
     assert any(told in problem for problem in problems), problems

@@ -64,9 +64,7 @@ def test_a_host_that_joins_in_a_batch_gets_its_share_and_one_that_leaves_loses_n
     assert [type(e).__name__ for e in head.events(ev.RunnerLost, ev.RunnerRetired)] == ["RunnerRetired"]
 
 
-def test_a_host_that_dies_is_lost_in_time_and_what_it_had_is_attempted_elsewhere_unblamed(
-    start_head: StartHead
-) -> None:
+def test_a_host_that_dies_is_lost_in_time_and_its_work_is_done_elsewhere_unblamed(start_head: StartHead) -> None:
     head = start_head()
     with host_joins(head.url, "b", head.folder) as b, host_joins(head.url, "c", head.folder):
         ready(head.client, "b")
@@ -140,9 +138,7 @@ def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another
     assert {e.runner for e in head.events(ev.AttemptFailed)} <= {"runner-0@b"}
 
 
-def test_a_host_that_is_told_to_leave_while_its_network_is_away_leaves_in_order_when_it_is_back(
-    start_head: StartHead
-) -> None:
+def test_a_host_told_to_leave_while_its_network_is_away_leaves_in_order_when_back(start_head: StartHead) -> None:
     with network(free_port()) as between:
         head = start_head(between.port)
         between.to(head.port)

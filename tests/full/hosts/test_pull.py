@@ -312,9 +312,7 @@ def test_who_asks_for_files_joins_nothing_whatever_it_says(head: Head) -> None:
     assert (head.hellos, head.asked) == ([], [None])
 
 
-def test_too_little_room_is_told_before_anything_comes(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_told_at_the_beginning(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_puller, "SPARE_BYTES", 2**60)
     with pytest.raises(SyncError, match=r"the files take 27.0 MiB, but .* free: .*hosts.weights_dir"):
         Host(tmp_path / "host", head).pull()

@@ -163,9 +163,7 @@ def test_up_waits_for_all_engines_and_is_refused_twice_and_down_ends_all(nodes: 
         assert ours(config) == []
 
 
-def test_what_can_t_be_on_ray_is_refused_with_the_way_out(
-    nodes: RayNodes, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_t_be_on_ray_is_refused(nodes: RayNodes, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*words: str) -> str:
         done = say(nodes, "up", "--on", "ray", str(config), *words)
         assert done.returncode != 0

@@ -41,9 +41,7 @@ def test_slurm_would_start_the_script(env: dict[str, str]) -> None:
 
 @by_turns("slurm", LAUNCHERS)
 @pytest.mark.postgres
-def test_the_script_plays_a_run_over_two_nodes(
-    env: dict[str, str], postgres: Callable[[], str], tmp_path: Path
-) -> None:
+def test_the_script_plays_a_run_on_two_nodes(env: dict[str, str], postgres: Callable[[], str], tmp_path: Path) -> None:
     url, commands = postgres(), made_run(tmp_path)
     given = {**env, "PATH": f"{commands}:{env['PATH']}", "STORE_URL": url, "CONFIG": "config.yaml",
              "PORT": str(free_port())}

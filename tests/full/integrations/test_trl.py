@@ -55,9 +55,7 @@ def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
     assert made["advantages"][:8] == pytest.approx([*of_three, *of_four], abs=1e-3)
 
 
-def test_trl_rewards_answers_itself_and_evaluates(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_trl_rewards_its_answers_and_evals(start_system: StartSystem, tmp_path: Path, trl_python: WarmPython) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     settings = {"max_steps": 2, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16,
                 "num_generations": 4, "num_generations_eval": 2, "gradient_accumulation_steps": 2, "save_steps": 1}
@@ -84,9 +82,7 @@ def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_col
     assert told["generations"][1]["reward"] == [1.0] * 8
 
 
-def test_a_trainer_whose_epochs_were_raised_goes_on(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_a_trainer_with_more_epochs_goes_on(start_system: StartSystem, tmp_path: Path, trl_python: WarmPython) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     settings = {"per_device_train_batch_size": 16, "num_generations": 4, "save_steps": 1, "max_steps": -1}
     for epochs, step, taken in ((1, 2, 2), (2, 4, 2)):

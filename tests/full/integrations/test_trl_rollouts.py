@@ -114,9 +114,7 @@ def test_a_trainer_says_where_it_goes_on_and_up_to_which_step_the_log_has_what_i
     assert begins(0).endswith(f": up to step {steps[0]} it trains on what the log has")
 
 
-def test_another_trainer_of_the_store_is_refused_before_it_asks_for_anything(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_another_trainer_of_the_store_is_refused_before_it_asks(tmp_path: Path, client: StandInClient) -> None:
     made, trainer = rollouts(tmp_path, name="another"), StandInTrainer(ROWS)
     lock = RunLock(made.config, "trainer")
     with pytest.raises(AlreadyRunning, match=rf"a trainer runs on sqlite:.* already \(process {os.getpid()} "):
@@ -246,9 +244,7 @@ def test_a_batch_without_any_run_is_an_error_and_is_generated_again(tmp_path: Pa
     assert client.generated == ["0/trl-train-0"] * 2
 
 
-def test_an_engine_that_is_beyond_a_step_gets_its_weights_as_a_newer_version(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_an_engine_beyond_a_step_gets_its_weights_as_a_newer_version(tmp_path: Path, client: StandInClient) -> None:
     assert [step_version(step, current) for step, current in ((3, 0), (3, 3), (3, 5), (5, 1000003), (2, 1000003))] == [
         3, 3, 1000003, 1000005, 2000002]
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, step=5)
@@ -306,9 +302,7 @@ def test_an_eval_of_another_data_set_has_its_columns(tmp_path: Path, client: Sta
     assert asked == [["a", "b"], ["z"], ["Z"]]
 
 
-def test_a_prompt_that_no_data_set_has_is_refused_where_tasks_need_its_columns(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_a_prompt_of_no_data_set_is_refused_where_tasks_need_its_columns(tmp_path: Path, client: StandInClient) -> None:
     for given in ({}, {"columns": ["answer"]}):
         with pytest.raises(DataError, match=r"no row of trl-train has the prompt 'z=', .* or Rollouts\(columns="):
             generated(tmp_path, StandInTrainer(ROWS), ["z=", "z="], **given)
@@ -369,9 +363,7 @@ def of_all(prompts: list[str], completions: list[str], answer: list[str], rollou
     return [1.0 for _ in completions]
 
 
-def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_a_reward_that_asks_for_what_no_row_has_is_refused_at_first(tmp_path: Path, client: StandInClient) -> None:
     said = ("the reward exact asks for 'answr', but the rows have no such column: the data has the columns answer, "
             "prompt; did you mean answer?")
     with pytest.raises(ConfigError, match=re.escape(said)):

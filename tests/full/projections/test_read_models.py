@@ -336,9 +336,7 @@ def test_distributions_are_those_of_the_chosen_batches(log: Log) -> None:
         log.distributions(["no such"])
 
 
-def test_what_a_batch_waits_for_is_told_from_a_runner_s_last_life_as_from_all_of_them(
-    tmp_path: Path, path: Path
-) -> None:
+def test_what_a_batch_waits_for_is_told_from_a_runner_s_last_life_as_from_all(tmp_path: Path, path: Path) -> None:
     make(str(path), batches=30, tasks=6, seed=5, payloads=False, dead=True)
     with open_log(str(path)) as log:
         every = [r for r in log.read() if r.stream.startswith("runner/") or r.stream in ("weights", "system")]

@@ -94,9 +94,7 @@ def test_a2_state_at_a_position_and_at_a_time(dead_log: tuple[str, dict[str, obj
             log.replay("1")
 
 
-def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
-    dead_log: tuple[str, dict[str, object]], tmp_path: Path
-) -> None:
+def test_verify_finds_a_changed_payload_and_a_lost_one(dead_log: tuple[str, dict[str, object]], tmp_path: Path) -> None:
     before = Path(dead_log[0].removeprefix("sqlite:///"))
     path = shutil.copytree(before.parent, tmp_path / "copy") / before.name
     changed = next(p for p in Path(f"{path}.payloads").rglob("*") if p.is_file())
@@ -128,9 +126,7 @@ def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem)
     assert client.log.verify() == []
 
 
-def test_a_time_as_it_is_shown_names_the_state_after_the_event_of_that_time(
-    dead_log: tuple[str, dict[str, object]],
-) -> None:
+def test_a_time_as_shown_names_the_state_after_the_event_of_that_time(dead_log: tuple[str, dict[str, object]]) -> None:
     with trinity_es.open_log(dead_log[0]) as log:
         for recorded in log.events():
             shown = datetime.fromtimestamp(recorded.recorded_at, UTC).isoformat()

@@ -102,9 +102,7 @@ def test_p22_the_runs_of_a_task_that_was_dropped_are_not_trained_on(start_system
     assert [e.eid.task for e in client.experiences(1)] == [1]
 
 
-def test_a_version_that_could_not_be_loaded_may_be_published_from_elsewhere(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_version_that_did_not_load_may_be_published_from_elsewhere(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     with pytest.raises(SyncError, match="no weights"):
         client.sync_weights(1, tmp_path / "missing")

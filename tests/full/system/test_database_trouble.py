@@ -63,9 +63,7 @@ def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
 
 
 @pytest.mark.postgres
-def test_a_system_is_ended_while_the_database_is_away(
-    own_server: Server, wire: Wire, start_system: StartSystem
-) -> None:
+def test_a_system_ends_while_the_database_is_away(own_server: Server, wire: Wire, start_system: StartSystem) -> None:
     client = start_system(**on(wire.url(own_server.new_database())))
     client.submit_batch(batch_id=1, tasks=sleepers(TASKS, seconds=0.2), batch_type="train")
     wire.cut()

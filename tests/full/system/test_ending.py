@@ -138,9 +138,7 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     assert running_system.keeper(config)
 
 
-def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_again(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_system_whose_folder_is_deleted_ends_and_stays_ended(start_system: StartSystem, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     client = start_system(folder=folder, system={"keeper": True})
     family = running_system.processes(client._link.admin)
@@ -153,9 +151,7 @@ def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_agai
 
 
 @pytest.mark.postgres
-def test_a_system_whose_database_is_dropped_ends_by_itself(
-    own_server: Server, start_system: StartSystem
-) -> None:
+def test_a_system_whose_database_is_dropped_ends_by_itself(own_server: Server, start_system: StartSystem) -> None:
     database = own_server.new_database()
     client = start_system(store={"url": own_server.url(database).replace("postgresql://", "postgresql+psycopg://")})
     family = running_system.processes(client._link.admin)
@@ -165,9 +161,7 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
     assert "was dropped" in words or "is gone" in words or "no database" in words
 
 
-def test_running_ends_what_it_started_and_leaves_what_it_joined(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_running_ends_what_it_started_and_not_what_it_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "trinity_es.client")
     config = scripted(tmp_path, system={"keeper": True})
     with trinity_es.running(config) as client:
@@ -187,9 +181,7 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
-def test_a_run_that_a_signal_ends_says_how_it_is_gone_on_with_and_leaves_nothing(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_run_ended_by_a_signal_says_how_to_go_on_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     config = make_config(tmp_path, trainer={}, mode="explore", explorer={
         "max_concurrency": 2, "rollout_model": {"engine_type": "scripted", "script": {"latency_seconds": 60}}})
     settings = load_config(config)

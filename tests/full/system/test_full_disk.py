@@ -104,9 +104,7 @@ def is_whole(client: RolloutClient, tasks: int) -> None:
     assert client.log.verify() == []
 
 
-def test_a_full_disk_is_named_to_everybody_at_once_and_passes_without_a_person(
-    start_system: StartSystem, disk: Path
-) -> None:
+def test_a_full_disk_is_named_to_everybody_at_once_and_passes_by_itself(start_system: StartSystem, disk: Path) -> None:
     client = start_system(**on(disk))
     client.submit_batch(batch_id=1, tasks=sleepers(24, seconds=0.3), batch_type="train")
     filler = fill(disk)

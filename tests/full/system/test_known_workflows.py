@@ -83,9 +83,7 @@ class ConvertsOnLoop(Workflow):
         return made
 
 
-def test_p39_p47_a_sync_workflow_converts_messages_by_each_of_its_models(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p39_p47_a_sync_workflow_converts_messages_by_each_of_its_models(client: RolloutClient, new_id: NewId) -> None:
     found = fine(played(client, new_id(), both(Converts, ConvertsOnLoop)))
     assert len(found) == 6
     for sync, on_loop in zip(found[:3], found[3:], strict=True):
@@ -129,9 +127,7 @@ class AsksJudgesOnLoop(Workflow):
         })]
 
 
-def test_p40_auxiliary_models_are_openai_clients_and_their_wrappers_stand_beside(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p40_auxiliary_models_are_openai_clients_beside_their_wrappers(client: RolloutClient, new_id: NewId) -> None:
     found = fine(played(client, new_id(), [*both(AsksJudges, AsksJudgesOnLoop), Task(workflow=AsksJudges)]))
     assert [e.reward for e in found] == [0.5] * 3
     assert [e.info["client"] for e in found] == ["OpenAI", "AsyncOpenAI", "OpenAI"]
@@ -180,9 +176,7 @@ def test_p42_a_scheduled_tasks_metrics_are_those_of_the_task(client: RolloutClie
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_p43_a_workflow_that_numbers_no_runs_completes_all_of_them(
-    client: RolloutClient, new_id: NewId, steps: int
-) -> None:
+def test_p43_a_workflow_that_numbers_no_runs_completes_all(client: RolloutClient, new_id: NewId, steps: int) -> None:
     statuses, found = played(
         client, new_id(), [Task(workflow=SetsNoRun, repeat_times=4, workflow_args={"steps": steps})]
     )
@@ -284,9 +278,7 @@ def rewarded(experiences: list[Experience]) -> list[Experience]:
     return experiences
 
 
-def test_p46_the_history_has_what_chat_generate_and_clients_answered_in_order(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p46_the_history_has_what_chat_generate_and_clients_answered(client: RolloutClient, new_id: NewId) -> None:
     found = fine(played(client, new_id(), both(ByHistory, ByHistoryOnLoop)))
     assert [(e.eid.step, e.prompt_text) for e in found] == 2 * [(0, "first\n"), (1, "second\n"), (2, "third")]
     assert all(e.logprobs is not None and len(e.logprobs) == 8 for e in found)
@@ -349,9 +341,7 @@ class Mixed(Workflow):
         return [one()]
 
 
-def test_p49_a_task_given_up_half_done_names_the_failed_runs_error_and_why(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p49_a_task_given_up_half_done_names_the_run_s_error_and_why(client: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     [status], [experience] = played(
         client, batch, [Task(workflow=Mixed, repeat_times=3, rollout_args={"seed": 0})], timeout=3

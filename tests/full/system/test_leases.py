@@ -74,9 +74,7 @@ def all_released(client: RolloutClient, service: Service, seconds: float = 60) -
 
 
 @pytest.mark.parametrize("cls", [Uses, AsyncUses])
-def test_a_run_takes_holds_and_releases(
-    system: RolloutClient, new_id: NewId, service: Service, cls: type[Workflow]
-) -> None:
+def test_a_run_takes_and_releases(system: RolloutClient, new_id: NewId, service: Service, cls: type[Workflow]) -> None:
     batch = new_id()
     play_batch(system, batch, [uses(service, 0.2, cls)])
     assert system.batch(batch).statuses[0].ok, system.batch(batch).statuses[0].message
@@ -193,9 +191,7 @@ def test_a_copy_of_a_run_that_is_up_releases_nothing_that_the_run_holds(
     all_released(system, service)
 
 
-def test_a_system_that_is_stopped_in_order_releases_what_its_runs_hold(
-    start_system: StartSystem, service: Service
-) -> None:
+def test_a_system_stopped_in_order_releases_what_its_runs_hold(start_system: StartSystem, service: Service) -> None:
     client = start_system()
     client.submit_batch(batch_id=1, tasks=[uses(service, 600.0), uses(service, 600.0, AsyncUses)], batch_type="train")
     holds(service, 2)

@@ -55,9 +55,7 @@ def told(client: RolloutClient, batch: int, workflow: type[Workflow]) -> list[An
     return [e.info for e in train(client, batch, [Task(workflow=workflow) for _ in range(3)])]
 
 
-def test_p9_async_workflows_are_on_the_engine_s_loop_and_sync_ones_in_a_process(
-    in_order: RolloutClient, new_id: NewId
-) -> None:
+def test_p9_async_workflows_are_on_the_loop_and_sync_ones_in_a_process(in_order: RolloutClient, new_id: NewId) -> None:
     runner = in_order.status()["runners"][0]["pid"]
     assert {(i["pid"] == runner, i["main"]) for i in told(in_order, new_id(), Says)} == {(True, False)}
     assert {(i["pid"] == runner, i["main"]) for i in told(in_order, new_id(), SaysInAWorker)} == {(False, True)}
@@ -104,9 +102,7 @@ class MeetsInWorkers(Meets):
 
 
 @pytest.mark.parametrize("workflow", [Notes, NotesInAWorker])
-def test_p10_sequential_runs_never_overlap(
-    in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
-) -> None:
+def test_p10_sequential_runs_never_overlap(in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]) -> None:
     notes = [e.info for e in train(in_order, new_id(), [Task(workflow=workflow, repeat_times=4)])]
     assert len({n["pid"] for n in notes}) == 1
     notes.sort(key=lambda n: n["began"])

@@ -159,9 +159,7 @@ def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
     assert len(taken(client)) == earlier + 2
 
 
-def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(
-    system_for: StartSystem, new_id: NewId
-) -> None:
+def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(system_for: StartSystem, new_id: NewId) -> None:
     client, batches = system_for(buffer=queue()), [new_id() for _ in range(5)]
     earlier = len(taken(client))
     generate(client, *batches, n=8)

@@ -17,9 +17,7 @@ from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
 
-def test_tasks_whose_payload_is_lost_are_named_run_again_and_the_batch_is_finalized(
-    start_system: StartSystem,
-) -> None:
+def test_tasks_whose_payload_is_lost_are_named_run_again_and_the_batch_is_finalized(start_system: StartSystem) -> None:
     client = start_system()
     url = client.config.store.url
     client.submit_batch(batch_id=1, tasks=sleepers(4, seconds=0.01), batch_type="train")

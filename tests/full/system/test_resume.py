@@ -160,9 +160,7 @@ def test_a_system_has_the_settings_of_the_run_or_the_run_is_refused(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is_ended_with_the_run(
-    tmp_path: Path,
-) -> None:
+def test_a_system_that_the_keeper_brought_up_after_its_command_died_is_ended_with_the_run(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", system={"keeper": True, "detach": True})
     config = killed_when(lambda c: count(c, "TaskFinished", 2) >= 1, path, "step 2")
     try:

@@ -200,9 +200,7 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     play(start_system(), 1)
 
 
-def test_a_client_alone_remembers_it_and_what_it_says_outlives_the_next_start(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_client_alone_remembers_it_and_that_outlives_a_start(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     config = client.config
     play(client, 1)
@@ -229,9 +227,7 @@ def test_a_client_alone_remembers_it_and_what_it_says_outlives_the_next_start(
         teardown.end_system(config)
 
 
-def test_guardian_and_runners_remember_it_where_the_file_beside_the_key_is_gone(
-    start_system: StartSystem,
-) -> None:
+def test_guardian_and_runners_remember_it_where_the_file_beside_the_key_is_gone(start_system: StartSystem) -> None:
     client = start_system()
     play(client, 1)
     sent = max(r.position for r in client.log.events(1) if r.type == "TasksDispatched")

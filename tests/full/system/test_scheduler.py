@@ -82,9 +82,7 @@ async def test_p18_a_task_that_raises_is_a_status(scheduler: Scheduler, new_id: 
     assert await scheduler.get_results(batch_id=batch, min_num=1, timeout=30) == ([], [])
 
 
-async def test_p18_without_clear_the_rest_goes_on_and_a_later_call_returns_only_that(
-    scheduler: Scheduler, new_id: NewId
-) -> None:
+async def test_p18_without_clear_the_rest_goes_on_and_comes_later(scheduler: Scheduler, new_id: NewId) -> None:
     batch = new_id()
     scheduler.schedule(dummies(3, timeout=1, seconds=3, workflow=AsyncDummy), batch_id=batch)
     statuses, first = await scheduler.get_results(batch_id=batch, timeout=1.5, clear_timeout_tasks=False)
@@ -122,9 +120,7 @@ async def test_p1_p17_lower_batch_first_and_first_in_first_out_inside(start_syst
         assert order == [("0", 0), *zip(batches, numbers, strict=True)]
 
 
-async def test_p17_more_tasks_join_a_batch_also_while_somebody_waits_for_it(
-    scheduler: Scheduler, new_id: NewId
-) -> None:
+async def test_p17_more_tasks_join_a_batch_while_somebody_waits_for_it(scheduler: Scheduler, new_id: NewId) -> None:
     batch = new_id()
     tasks = sleepers(2, 1.0)
     scheduler.schedule(tasks, batch)

@@ -44,9 +44,7 @@ async def test_p20_wait_all(scheduler: Scheduler, shared: RolloutClient, new_id:
     assert not scheduler.has_step(two)
 
 
-async def test_p20_wait_all_goes_on_while_tasks_finish_and_cancels_nothing_without_clear(
-    scheduler: Scheduler, new_id: NewId
-) -> None:
+async def test_p20_wait_all_waits_for_tasks_and_cancels_none_without_clear(scheduler: Scheduler, new_id: NewId) -> None:
     batch = new_id()
     scheduler.schedule([t for i in range(1, 5) for t in sleepers(1, 0.9 * i)], batch)
     began = time.monotonic()

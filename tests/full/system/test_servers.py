@@ -37,9 +37,7 @@ pytestmark = pytest.mark.timeout(600)
 _log = logging.getLogger(__name__)
 
 
-def test_a_server_that_is_not_there_yet_is_waited_for_and_is_not_late(
-    start_system: StartSystem, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_is_not_there_yet_is_waited_for(start_system: StartSystem, tiny: Path, tmp_path: Path) -> None:
     here, later = stand_in(tiny, tmp_path / "here").start(), stand_in(tiny, tmp_path / "later")
     with ended(here, later):
         here.ready()
@@ -85,9 +83,7 @@ class AsksTheJudge(Workflow):
         return [mine]
 
 
-def test_an_auxiliary_model_may_be_a_server_too(
-    start_system: StartSystem, tiny: Path, tmp_path: Path
-) -> None:
+def test_an_auxiliary_model_may_be_a_server_too(start_system: StartSystem, tiny: Path, tmp_path: Path) -> None:
     server = stand_in(tiny, tmp_path / "server.log").start()
     with ended(server):
         judge = {"name": "judge", "engine_type": "http", "model_path": str(tiny), "servers": {"urls": [server.url]}}

@@ -170,9 +170,7 @@ def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start
     assert client.log.verify() == []
 
 
-def test_delivered_payloads_refer_to_raw_ones_which_stay_as_long_and_processed_ones_to_none(
-    start_system: StartSystem,
-) -> None:
+def test_delivered_payloads_keep_the_raw_ones_and_processed_ones_keep_none(start_system: StartSystem) -> None:
     client = start_system(store={"retention": 1})
     payloads = client._payloads
     client.submit_batch(
@@ -209,9 +207,7 @@ def recovery(client: RolloutClient) -> list[tuple[str, str, int]]:
     return [(r.stream, r.event.decision, len(r.event.units)) for r in found if isinstance(r.event, ev.RecoveryDecided)]
 
 
-def test_every_choice_of_a_recovery_is_in_the_log_and_stale_work_is_dropped(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_every_choice_of_a_recovery_is_logged_and_stale_work_dropped(start_system: StartSystem, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()
     settings: dict[str, Any] = {"explorer": {"max_concurrency": 2, "max_staleness": 1}}

@@ -121,9 +121,7 @@ def test_a_wrong_setting_gives_other_times(recorded: trinity_es.Log) -> None:
     assert largest_error(rows(recorded, runners=1)) > 0.5
 
 
-def test_what_it_says_of_another_number_of_runners_is_what_a_run_with_so_many_takes(
-    recorded: trinity_es.Log, tmp_path: Path
-) -> None:
+def test_what_it_says_of_a_number_of_runners_is_what_a_run_takes(recorded: trinity_es.Log, tmp_path: Path) -> None:
     with trinity_es.open_log(run(tmp_path, 1, hard=False)) as one:
         for log, runners, real in ((recorded, 1, one), (one, 2, recorded)):
             predicted = together(rows(log, 1, 2, runners=runners)).seconds

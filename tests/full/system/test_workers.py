@@ -154,9 +154,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     assert {p.pid for p in workers(psutil.Process(pid_of(system, "runner-0")))} <= {p.pid for p in found}
 
 
-def test_a_runner_imports_the_workflows_of_its_config_before_the_first_task(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_runner_imports_its_config_s_workflows_before_a_task(start_system: StartSystem, tmp_path: Path) -> None:
     note = tmp_path / "imported"
     (tmp_path / "warmed_before.py").write_text(
         "import os\n"

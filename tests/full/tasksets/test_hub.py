@@ -93,9 +93,7 @@ WITHOUT = pytest.mark.parametrize("how", ["offline", "no network"])
 
 
 # --- which commit -----------------------------------------------------------------------------------------------------
-def test_a_revision_is_resolved_when_a_run_begins_and_its_commit_is_read_from_then_on(
-    dataset: Dataset
-) -> None:
+def test_a_revision_is_resolved_when_a_run_begins_and_its_commit_is_read_from_then_on(dataset: Dataset) -> None:
     first = dataset.push_rows(train=rows("old"), test=rows("test"))
     told = dataset.open()
     assert told["source"] == {
@@ -186,18 +184,14 @@ def test_without_the_hub_the_commit_of_the_log_is_read_from_the_cache_though_a_n
 
 
 @WITHOUT
-def test_without_the_hub_a_run_begins_with_the_last_commit_that_the_cache_knows(
-    dataset: Dataset, how: str
-) -> None:
+def test_without_the_hub_a_run_begins_with_the_last_commit_that_the_cache_knows(dataset: Dataset, how: str) -> None:
     first = dataset.push_rows(train=rows("old"))
     dataset.open()
     assert dataset.prompts(how) == (first, ["old 0", "old 1", "old 2"])
 
 
 @WITHOUT
-def test_without_the_hub_the_only_subset_in_the_cache_is_the_one_and_the_log_has_its_name(
-    dataset: Dataset, how: str
-) -> None:
+def test_without_the_hub_the_only_subset_in_the_cache_is_taken_and_logged(dataset: Dataset, how: str) -> None:
     push_subsets(dataset, default="easy")
     dataset.open(subset="hard")
     told = dataset.open(how)

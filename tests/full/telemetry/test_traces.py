@@ -219,9 +219,7 @@ class Broken:
         """Nothing is open."""
 
 
-def test_a_receiver_that_is_away_is_told_once_and_disturbs_nobody(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_receiver_that_is_away_is_told_once_and_disturbs_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broken: Any = Broken()
     traces = Traces(str(path), broken, interval=0.01)
     traces.start()
@@ -270,9 +268,7 @@ def batches_of(body: bytes) -> list[str]:
             for scope in resource.scope_spans for span in scope.spans if span.name == "rl.batch"]
 
 
-def test_a_run_sends_them_over_otlp_to_monitor_otlp_endpoint(
-    tmp_path: Path, receiver: tuple[str, list[tuple[str, bytes]]]
-) -> None:
+def test_a_run_sends_them_to_its_otlp_endpoint(tmp_path: Path, receiver: tuple[str, list[tuple[str, bytes]]]) -> None:
     endpoint, taken = receiver
     config = Config.model_validate({
         "run_dir": str(tmp_path), "store": {"url": f"sqlite:///{tmp_path / 'log.db'}"},
