@@ -102,17 +102,13 @@ def test_down_where_nothing_runs_is_fine(log: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "verdict"), [(1024, "note"), (40, "wrong")])
-def test_doctor_says_when_a_process_may_open_few_files(
-    most: int, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_warns_of_too_few_open_files(most: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, most))
     [found] = [f for f in json.loads(cli("doctor", "--json").output)["findings"] if f["what"] == "open files"]
     assert (found["verdict"], f"{most} at most" in found["told"], "nofile" in found["way_out"]) == (verdict, True, True)
 
 
-def test_a_system_is_not_started_where_its_processes_may_open_too_few_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_is_not_started_where_too_few_files_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
     with pytest.raises(StartupError, match=r"may open 40 files here, .* need 128 or more: raise the hard limit"):
         lifecycle.start(scripted(tmp_path))

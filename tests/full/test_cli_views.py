@@ -76,9 +76,7 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     assert cli("why", "--log", path).stdout == done.stdout.splitlines()[-1] + "\n", "it says as much as status"
 
 
-def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
-    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_only_log_in_the_folder_is_found(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.db").write_bytes(b"no log")
     (tmp_path / "mine.sqlite").write_bytes(log.read_bytes())

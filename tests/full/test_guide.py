@@ -41,9 +41,7 @@ def test_c8_their_config_is_answered_as_the_guide_says(tmp_path: Path) -> None:
     assert [line for line in said if "did you mean" in line or "nearest known key" in line] == []
 
 
-def test_the_example_of_the_guide_runs_with_their_workflow_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guide_s_example_runs_with_unchanged_workflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.yaml").write_text(BLOCKS["ours/run.yaml"])
     (tmp_path / "answers.py").write_text(carried_over())
     (tmp_path / "learner.py").write_text(BLOCKS["ours/learner.py"])

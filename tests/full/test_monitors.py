@@ -372,9 +372,7 @@ def test_p37_a_monitor_that_can_not_work_is_refused_at_the_start(
         Monitors(config(tmp_path, *types, **args))
 
 
-def test_p37_a_monitor_that_fails_is_named_once_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_p37_a_failing_monitor_is_named_and_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     conf = config(tmp_path, f"{HERE}:Mine", "tensorboard", Mine={"fails": True})
     told(conf, *(({"a/b": 1.0}, step) for step in (1, 2, 3)))
     assert [message for message in caplog.messages if "the server is away" in message] == [
@@ -398,9 +396,7 @@ def test_p37_a_monitor_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     assert [step for step, _ in mine.rows] == [1, 2, 3]
 
 
-def test_p37_a_metrics_file_that_can_not_be_written_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_p37_a_metrics_file_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     conf = config(tmp_path)
     (Path(conf.run_dir) / "metrics.jsonl").mkdir(parents=True)
     told(conf, ({"a/b": 1.0}, 1))

@@ -75,9 +75,7 @@ def test_a_payload_that_is_gone_is_named(log: Path, path: Path) -> None:
 
 # --- events ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_comes_while_the_last_events_are_read_is_printed_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_what_comes_during_the_reading_is_printed_once(path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     write(path, history("d" * 64))
     with open_log(str(path)) as opened:
         end = opened.head().position

@@ -273,9 +273,7 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
         assert len(a._transmitIntents) <= 2, "one connection for all that waits for it"
 
 
-def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
-    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_takes_is_given_up_and_tried_later(make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_transport, "TRANSMIT_SECONDS", 0.3)
     monkeypatch.setattr(sealed_transport, "SILENT_SECONDS", 0.1)
     a, b = make_door(), make_door()

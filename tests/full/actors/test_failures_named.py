@@ -95,9 +95,7 @@ async def played(
     ],
 )
 @pytest.mark.parametrize("made", [True, False])
-async def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place(
-    made: bool, name: str, value: Any, says: str
-) -> None:
+async def test_no_number_fails_its_run_alone_and_names_its_place(made: bool, name: str, value: Any, says: str) -> None:
     done = await played(OneRun, made=made, name=name, value=value)
     assert [r.run for r in done.results] == [0, 2]
     [(run, kind, message)] = done.failures

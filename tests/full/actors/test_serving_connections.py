@@ -125,9 +125,7 @@ def test_half_of_the_files_are_for_clients(files: int, most: int) -> None:
     assert most_connections(files) == most
 
 
-async def test_where_no_connection_more_fits_clients_wait_and_those_that_are_there_are_answered(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_clients_beyond_the_connections_wait_and_others_are_answered(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Recorder()) as server:
         server._server.limit = 3
         idle, _ = await connected(server), await connected(server)

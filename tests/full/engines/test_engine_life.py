@@ -227,9 +227,7 @@ def speculating(folder: Path, *logprobs: float) -> VLLMEngine:
     return engine  # type: ignore[no-any-return]
 
 
-async def test_a_speculation_that_tells_other_logprobs_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_speculation_with_other_logprobs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "sampling_params", lambda s, more: SimpleNamespace(stop=s.stop, **more))
     right = speculating(tmp_path, math.log(0.1), math.log(0.9))
     await right._check_speculation([7] * 4)

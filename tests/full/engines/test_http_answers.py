@@ -198,9 +198,7 @@ async def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_f
 
 
 @pytest.mark.parametrize("weights", SHIFTED)
-async def test_weights_are_told_of_each_token_once_in_order(
-    server: Wrong, engine: HTTPEngine, weights: list[tuple[int, int]]
-) -> None:
+async def test_tokens_have_weights_in_order(server: Wrong, engine: HTTPEngine, weights: list[tuple[int, int]]) -> None:
     server.wrong, server.alone = {"weights": [(0, 3), (3, 8)]}, True
     assert [c.version_spans for c in await engine.generate([BAD], EIGHT)] == [  # type: ignore[attr-defined]
         ((0, 0, 3), (0, 3, 8))

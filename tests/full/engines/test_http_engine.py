@@ -109,9 +109,7 @@ async def test_weights_that_somebody_else_loads_end_the_engine(tiny: Path, other
 
 
 @pytest.mark.parametrize("arguments", [(), ("--no-scale-out",)], ids=["spans", "labels"])
-async def test_weights_change_under_requests_that_go_on(
-    tiny: Path, other: Path, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+async def test_weights_change_amid_requests(tiny: Path, other: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     account = tmp_path / "account"
     slow = ("--token-seconds", "0.05", "--account", str(account))
     async with stood_in(tiny, tmp_path, *slow, *arguments) as (_, engine):
@@ -355,9 +353,7 @@ async def test_places_follow_the_load_in_a_server_s_metrics_and_else_stay_which_
     assert [r.message for r in caplog.records if "max_concurrency" in r.message] == ([] if tells else [warning])
 
 
-async def test_metrics_that_come_late_or_not_at_all_end_no_engine(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_or_no_metrics_end_no_engine(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
     looks = list[float]()
 

@@ -82,9 +82,7 @@ async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
     await server.close()
 
 
-async def test_the_watch_goes_on_whatever_a_look_raises(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_watch_outlives_every_error(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with stood_in(tiny, tmp_path) as (server, engine):
         looked = asyncio.Event()
 
@@ -99,9 +97,7 @@ async def test_the_watch_goes_on_whatever_a_look_raises(
         await asyncio.wait_for(engine._died.wait(), 10)
 
 
-async def test_a_server_too_busy_to_say_who_it_is_fails_a_request_alone(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_server_fails_a_request_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)  # nobody else looks
     async with stood_in(tiny, tmp_path, "--no-scale-out") as (_, engine):
         with monkeypatch.context() as patched:

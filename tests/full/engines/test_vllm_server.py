@@ -276,9 +276,7 @@ def test_a_run_s_sampling_holds_where_a_request_says_nothing(live: Live, server:
     assert [e.info.get("further_sampling") for e in found] == [None, None, {"stop_token_ids": [250, 251]}]
 
 
-def test_an_answer_that_is_longer_than_the_room_that_is_left_is_cut_where_nobody_asked_for_more(
-    live: Live, server: EngineServer
-) -> None:
+def test_an_answer_longer_than_the_room_left_is_cut_if_nobody_asked_for_more(live: Live, server: EngineServer) -> None:
     session = Session(live, server, max_tokens=10_000, ignore_eos=True)
     prompt = [5] * 250
     session.openai.completions.create(model="tiny", prompt=prompt)
@@ -287,9 +285,7 @@ def test_an_answer_that_is_longer_than_the_room_that_is_left_is_cut_where_nobody
     assert [(len(e.tokens), e.truncate_status) for e in session.kept()] == [(256, "response_truncated")] * 3
 
 
-def test_a_stream_of_responses_is_recorded_before_its_client_has_its_end(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_of_responses_is_recorded_before_its_end(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     made = RequestRecord.experiences
 
     def slow(record: RequestRecord) -> list[Experience]:

@@ -217,9 +217,7 @@ def test_a_deleted_log_is_not_made_again_empty_by_who_had_it_open(log: EventLog,
 
 
 @pytest.mark.parametrize("away", [renamed_over, deleted, folder_renamed])
-def test_a_reader_is_told_and_goes_on_when_the_file_is_back(
-    log: EventLog, path: Path, away: Callable[[Path], Callable[[], None]]
-) -> None:
+def test_a_reader_goes_on_with_the_file(log: EventLog, path: Path, away: Callable[[Path], Callable[[], None]]) -> None:
     with EventLog.open(str(path), read_only=True) as reader:
         assert reader.head().position == 1
         put_back = away(path)

@@ -148,9 +148,7 @@ def test_without_trouble_who_follows_gets_the_error(urls: tuple[str, str], wire:
             list(following)
 
 
-async def test_the_stream_of_a_page_tells_it_and_goes_on(
-    urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_s_stream_tells_it(urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.1)
     tail = live.Tail(urls[0], interval=0.01)
     await tail.start()

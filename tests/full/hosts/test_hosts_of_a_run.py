@@ -112,9 +112,7 @@ def test_a_connection_that_breaks_and_is_made_again_in_time_costs_nothing(start_
 
 
 @pytest.mark.parametrize("lost", of_the_day(["both ways", "to head", "to host"]))
-def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another_epoch(
-    start_head: StartHead, lost: str
-) -> None:
+def test_a_host_without_network_is_lost_and_comes_back_as_another_epoch(start_head: StartHead, lost: str) -> None:
     """And nothing that its first life says counts any more."""
     with over_a_network(start_head) as (head, between):
         if lost == "both ways":
@@ -346,9 +344,7 @@ def test_what_can_t_be_joined_is_refused_with_the_way_out(
                                  "--key-file", str(tmp_path / "missing"))
 
 
-def test_a_host_puts_its_payloads_into_s3_past_the_head(
-    s3: S3Server, start_head: StartHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_puts_payloads_into_s3(s3: S3Server, start_head: StartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both reach the same bucket by an address of their own, and that of the head is shut while the host works."""
     of_head = S3Server()
     monkeypatch.setenv("AWS_ENDPOINT_URL", of_head.endpoint)

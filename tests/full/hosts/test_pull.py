@@ -196,9 +196,7 @@ def test_a_bit_that_changes_on_the_wire_is_noticed_and_the_rest_goes_on(head: He
         assert len(head.asked) == 2
 
 
-def test_files_that_are_not_what_the_head_said_are_never_used(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_not_the_head_s_are_unused(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the head's disk gives other bytes the second time."""
     async def others(folder: Path, files: Sequence[FileFacts], room: Any) -> list[str]:
         return ["0" * 64] * len(files)

@@ -113,9 +113,7 @@ def test_the_first_of_two_processes_asks_and_the_other_gets_its_part(
         assert advantages == pytest.approx([(n - 1.5) / 1.2910 for n in range(4)] * 3, abs=1e-3)  # across both
 
 
-def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planned(
-    tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_a_trainer_killed_with_all_parts_trains_on_all_as_planned(tmp_path: Path, trl_python: WarmPython) -> None:
     settings = {"max_steps": 20, "save_steps": 8, "per_device_train_batch_size": 64, "num_generations": 2}
     # Of 16 steps an epoch; killed after 3, 5, 9 and 19.
     plan = {}

@@ -202,9 +202,7 @@ def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_
     ("bbaa", "'0/trl-train-0' is in the log with other prompts"),
     ("abab", "groups of 2 equal prompts: prompt 1 differs"),
 ])
-def test_other_prompts_than_those_stored_are_refused(
-    tmp_path: Path, client: StandInClient, asked: str, said: str
-) -> None:
+def test_prompts_that_are_not_stored_are_refused(tmp_path: Path, client: StandInClient, asked: str, said: str) -> None:
     generated(tmp_path, StandInTrainer(ROWS))
     with pytest.raises(DataError, match=said):
         generated(tmp_path, StandInTrainer(ROWS), [f"{letter}=" for letter in asked])

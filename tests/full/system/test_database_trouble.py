@@ -48,9 +48,7 @@ def test_a_server_that_is_stopped_and_started_is_a_pause(own_server: Server, sta
 
 
 @pytest.mark.postgres
-def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
-    own_server: Server, wire: Wire, start_system: StartSystem
-) -> None:
+def test_a_wire_cut_for_longer_than_the_log_waits(own_server: Server, wire: Wire, start_system: StartSystem) -> None:
     client = start_system(system={"heartbeat_timeout": 6.0}, **on(wire.url(own_server.new_database())))
 
     def cut() -> None:

@@ -94,9 +94,7 @@ def test_every_process_listens_on_loopback_alone(shared: RolloutClient) -> None:
                 socket.create_connection((address, port), 2)
 
 
-def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_system_on_another_address_listens_there_and_is_found(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(system={"address": "127.0.0.2"})
     assert {host for p in family(client) for host, _ in listening(p)} == {"127.0.0.2"}
     play_batch(client, 1, sleepers(1))
@@ -134,9 +132,7 @@ ATTACKS: dict[str, Callable[[bytes, int], bytes]] = {
 }
 
 
-def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
-    system_for: StartSystem, new_id: NewId, tmp_path: Path
-) -> None:
+def test_no_process_takes_a_frame_without_the_seal(system_for: StartSystem, new_id: NewId, tmp_path: Path) -> None:
     client = system_for()
     before = family(client)
     output = running_system.output_file(client.config)
@@ -159,9 +155,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     assert len(lines) <= len(told) * len(ATTACKS)
 
 
-def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
-    shared: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_told_apart_from_another_key(shared: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
     found = running_system.find(shared.config)
     monkeypatch.setattr(running_system, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
     with pytest.raises(VersionMismatch, match=r"another version of trinity_es.*trinity-es down"):

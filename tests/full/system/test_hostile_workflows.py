@@ -191,9 +191,7 @@ def lives(client: RolloutClient) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [*HOSTILE, *HARMLESS, "at its birth"])
-def test_s2_what_an_async_workflow_does_to_the_loop_fails_that_one_only(
-    system: RolloutClient, new_id: NewId, how: str
-) -> None:
+def test_s2_what_an_async_workflow_does_to_the_loop_fails_it(system: RolloutClient, new_id: NewId, how: str) -> None:
     batch = new_id()
     bad = Task(workflow=Hostile, workflow_args={"how": how})
     if how == "at its birth":

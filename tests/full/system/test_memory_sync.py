@@ -56,9 +56,7 @@ def published(config: Config) -> list[tuple[int, str]]:
 
 
 # --- a trainer of one's own -----------------------------------------------------------------------------------------
-def test_p34_weights_reach_the_engines_through_memory_and_are_read_back(
-    start_system: StartSystem, tidy: Callable[[Config], None]
-) -> None:
+def test_p34_weights_reach_engines_through_memory(start_system: StartSystem, tidy: Callable[[Config], None]) -> None:
     client = start_system(explorer={"rollout_model": {"engine_num": 2}})
     tidy(client.config)
     assert client.sync_weights(1, state(1))["runners"] == ["runner-0", "runner-1"]

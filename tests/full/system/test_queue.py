@@ -199,9 +199,7 @@ def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(
     assert returned == [ev.ExperiencesReturned(step=1)]
 
 
-def test_p29_a_client_that_is_gone_gets_nothing(
-    system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p29_lost_clients_get_nothing(system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch) -> None:
     client, batch = system_for(buffer=queue()), new_id()
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 3600.0)  # it asks once, and never again
     dead = trinity_es.connect(client.config)

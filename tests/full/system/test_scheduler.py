@@ -50,9 +50,7 @@ async def test_p17_p18_p19_eight_tasks_and_three_batches_interleaved(scheduler: 
     assert await scheduler.get_results(batch_id=zero, min_num=1, timeout=30) == ([], [])
 
 
-async def test_p18_two_of_four_hang_and_the_id_is_used_again(
-    scheduler: Scheduler, shared: RolloutClient, new_id: NewId
-) -> None:
+async def test_p18_two_hang_and_the_id_is_reused(scheduler: Scheduler, shared: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     scheduler.schedule(dummies(4), batch_id=batch)  # their worker processes take a while to start
     await scheduler.get_results(batch_id=batch)
@@ -135,9 +133,7 @@ async def test_p17_more_tasks_join_a_batch_while_somebody_waits_for_it(scheduler
     assert not scheduler.has_step(batch)
 
 
-async def test_p17_what_cant_be_scheduled_leaves_nothing_behind(
-    scheduler: Scheduler, shared: RolloutClient, new_id: NewId
-) -> None:
+async def test_p17_what_is_refused_leaves_nothing(scheduler: Scheduler, shared: RolloutClient, new_id: NewId) -> None:
     batch, train = new_id(), new_id()
     with pytest.raises(TaskNotSerializable, match="task 1"):
         scheduler.schedule([*dummies(1), Task(workflow=Dummy, raw_task={"x": object()})], batch)

@@ -241,9 +241,7 @@ def test_a_server_that_can_t_have_the_current_weights_is_named_everywhere_and_ho
             assert said(again, "status")[0] == 0
 
 
-def test_a_restart_command_restarts_a_server_once_a_version(
-    start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path
-) -> None:
+def test_a_server_restarts_once_a_version(start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path) -> None:
     with restarted_by_command(tiny, tmp_path) as (server, command, pids):
         explorer = over_http(tiny, urls=[server.url], restart_command=command, restart_after=1.0)
         store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}

@@ -170,9 +170,7 @@ def test_a_dataset_that_is_not_there_or_has_no_prompts_is_named(dataset: Dataset
 
 # --- without the hub --------------------------------------------------------------------------------------------------
 @WITHOUT
-def test_without_the_hub_the_commit_of_the_log_is_read_from_the_cache_though_a_newer_one_is_there(
-    dataset: Dataset, how: str
-) -> None:
+def test_without_the_hub_the_log_s_commit_is_read_though_the_cache_has_a_newer(dataset: Dataset, how: str) -> None:
     dataset.push_rows(train=rows("old"))
     told = dataset.open()
     dataset.push_rows(train=rows("new"))
