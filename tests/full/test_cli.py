@@ -12,13 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.helpers.handmade import ROOT, cli, finished, history, unit, write
 from tests.helpers.systems import scripted
+from tests.helpers.timed_logs import told
 from trinity_es.cli import app, cli_docs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import StartupError
@@ -45,12 +45,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     digest = open_payloads(str(path), durability="process").put(b"four experiences")
     write(path, history(digest))
     return path
-
-
-def told(*args: object) -> Any:
-    done = cli(*args, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 # --- the answers ----------------------------------------------------------------------------------------------------
@@ -128,13 +122,6 @@ def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -
 
 
 # --- wrong use ------------------------------------------------------------------------------------------------------
-def test_the_newest_run_may_lie_right_below_runs(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "trl").mkdir(parents=True)
-    (tmp_path / "runs" / "trl" / "log.sqlite").write_bytes(log.read_bytes())
-    assert "log: runs/trl/log.sqlite (the newest run here" in cli("status").stderr
-
-
 @pytest.mark.parametrize("command", ON_A_LOG, ids=lambda c: c[0])
 @pytest.mark.parametrize("what", ["missing", "text", "empty", "database", "folder"])
 def test_what_is_not_a_log_is_refused_by_every_command(tmp_path: Path, command: list[str], what: str) -> None:
@@ -175,8 +162,9 @@ def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
 
 
 # --- which log ------------------------------------------------------------------------------------------------------
-def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Path) -> None:
-    for age, place in ((100, "runs/p/old"), (50, "runs/demo-1/runs/letters/first"), (200, "runs/p/older")):
+@pytest.mark.parametrize("newest", ["runs", "runs/trl", "runs/demo-1/runs/letters/first"])
+def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Path, newest: str) -> None:
+    for age, place in ((100, "runs/p/old"), (50, newest), (200, "runs/p/older")):
         path = tmp_path / place / "log.sqlite"
         path.parent.mkdir(parents=True)
         write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
@@ -184,7 +172,7 @@ def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Pa
             os.utime(file, (time.time() - age, time.time() - age))
     done = cli("events", "--json", cwd=tmp_path)
     assert done.exit_code == 0, done.output
-    assert "runs/demo-1/runs/letters/first/log.sqlite" in done.stderr
+    assert f"log: {newest}/log.sqlite (the newest run here" in done.stderr
     assert json.loads(done.stdout)["type"] == "WeightsPublished"
 
 

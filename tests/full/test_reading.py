@@ -14,13 +14,12 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.sample_log import make
-from benchmarks.sample_run import TimedLog
 from tests.helpers.handmade import ROOT, cli, history, unit, write
+from tests.helpers.timed_logs import told, write_at
 from trinity_es.cli.commands.events import _Selection
 from trinity_es.dashboard.rendering import clock, moment
 from trinity_es.events import vocabulary as ev
@@ -31,12 +30,6 @@ from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
-
-
-def told(*args: object, code: int = 0) -> Any:
-    done = cli(*args, "--json")
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +98,16 @@ def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
 
 
 # --- replay, diff, runners ------------------------------------------------------------------------------------------
+def write_batch(path: Path, submitted: float, dispatched: float) -> None:
+    """Write a batch of one task that was submitted and dispatched at these times."""
+    batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}])
+    sent = ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0)
+    write_at(path, [(submitted, "batch/1", batch), (dispatched, "batch/1", sent)])
+
+
 def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_nearer(path: Path) -> None:
     evening = datetime(2026, 3, 1, 23, 50).timestamp()
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
-        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
-    ]
-    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
-        for number, (event, at) in enumerate(zip(events, (evening, evening + 1200), strict=True)):
-            log.times = [at]
-            log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
+    write_batch(path, evening, evening + 1200)
     for at, running in (("23:55:00", 0), ("00:05:00", 0), ("00:10:00", 1), ("00:11:00", 1)):
         assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
     for at in ("23:49:00", "13:00:00"):  # nearer to its beginning than to its end
@@ -122,15 +115,8 @@ def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_
 
 
 def test_an_hour_that_comes_twice_is_asked_for_with_its_offset(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
-        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
-    ]
     summer = datetime(2026, 10, 25, 0, 20, tzinfo=UTC).timestamp()  # 02:20+02:00; an hour later it is 02:20+01:00
-    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
-        for number, (event, at) in enumerate(zip(events, (summer, summer + 3600), strict=True)):
-            log.times = [at]
-            log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
+    write_batch(path, summer, summer + 3600)
     monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
     time.tzset()
     try:

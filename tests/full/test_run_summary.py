@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.sample_run import TimedLog
+from tests.helpers.timed_logs import write_at
 from trinity_es.cli.render.progress import RunView
 from trinity_es.cli.render.watch import read_overview
 from trinity_es.cli.run_in_view import print_summary, run_summary
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import Write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.tables.read_models import projectors
 from trinity_es.safe_text import sparkline
 
 START = 1_772_352_000.0
@@ -50,11 +48,7 @@ def evaluated(at: float, name: str, reward: float) -> list[tuple[float, str, ev.
 
 
 def write(path: Path, entries: list[tuple[float, str, ev.Event]]) -> None:
-    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
-        for number, (at, stream, event) in enumerate(entries):
-            log.times = [START + at]
-            writes = [Write(stream=stream, expected_version=log.stream_version(stream), events=[event])]
-            log.append(writes, commit_id=str(number))
+    write_at(path, ((START + at, stream, event) for at, stream, event in entries))
 
 
 def test_what_a_run_says_at_its_end(tmp_path: Path, path: Path) -> None:

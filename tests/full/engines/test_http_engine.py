@@ -109,7 +109,7 @@ async def test_weights_that_somebody_else_loads_end_the_engine(tiny: Path, other
 
 
 @pytest.mark.parametrize("arguments", [(), ("--no-scale-out",)], ids=["spans", "labels"])
-async def test_weights_change_amid_requests(tiny: Path, other: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+async def test_weights_change_midway(tiny: Path, other: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     account = tmp_path / "account"
     slow = ("--token-seconds", "0.05", "--account", str(account))
     async with stood_in(tiny, tmp_path, *slow, *arguments) as (_, engine):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.parity_rows import NewId
+from tests.helpers.parity_rows import NewId, one
 from tests.helpers.systems import StartSystem
 from trinity_es import MultiTurnWorkflow, Workflow
 from trinity_es.client.rollout_client import RolloutClient
@@ -20,10 +20,6 @@ TALK = [
     {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"},
     {"role": "user", "content": "three"}, {"role": "assistant", "content": "four"},
 ]
-
-
-def one(**fields: Any) -> Experience:
-    return Experience(**{"tokens": [1, 2, 3], "prompt_length": 1, "reward": 1.0, **fields})
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ from trinity_es.telemetry.metrics_file import read_metrics
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
+STEADY = {"class": "tests.helpers.runs:SteadyTrainer"}
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +175,7 @@ def test_a_system_that_the_keeper_brought_up_after_its_command_died_is_ended_wit
 
 
 def test_a_complete_run_is_shown_not_repeated_and_goes_on_with_more_steps(tmp_path: Path) -> None:
-    path = make_config(tmp_path / "run", total_steps=2, trainer={"class": "tests.helpers.runs:SteadyTrainer"})
+    path = make_config(tmp_path / "run", total_steps=2, trainer=STEADY)
     config = load_config(path)
     explored(Explorer(config))
     before = outcome(config)
@@ -237,16 +238,11 @@ def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_checkpoint_is_gone_says_so_before_anything_starts(tmp_path: Path) -> None:
-    config = load_config(
-        make_config(tmp_path / "run", total_steps=1, trainer={"class": "tests.helpers.runs:SteadyTrainer"})
-    )
+    config = load_config(make_config(tmp_path / "run", total_steps=1, trainer=STEADY))
     explored(Explorer(config))
     (config.checkpoint_dir / "global_step_1").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="global_step_1 is gone"):
         Explorer(config).locate()
-
-
-STEADY = {"class": "tests.helpers.runs:SteadyTrainer"}
 
 
 def state_of(config: Config, step: int) -> Any:
