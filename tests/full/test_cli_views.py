@@ -234,7 +234,6 @@ LONG = "experiment-" + "a-long-name/" * 15 + "end"
 
 @pytest.fixture(scope="module")
 def dead(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A run whose processes are gone, with a runner that died."""
     path = str(tmp_path_factory.mktemp("dead") / "log.sqlite")
     make(path, batches=14, tasks=24, runs=4, seed=3, dead=True, payloads=False)
     return path

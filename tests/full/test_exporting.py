@@ -79,7 +79,6 @@ def test_what_runners_made_of_a_batch_that_goes_on_can_be_had_too(log: Path, tmp
 
 
 def with_experiences(folder: Path) -> Path:
-    """Write a log whose batch 3 delivered four experiences without texts."""
     path = folder / "log.sqlite"
     made = [Experience(eid=EID(batch=3, task=i // 2, run=i % 2, suffix=str(i)), tokens=[1, 2], prompt_length=1)
             for i in range(4)]

@@ -286,7 +286,6 @@ def test_prometheus_and_the_first_page(log: Log, path: Path, events: list[Event]
 
 
 def plain(html: str) -> str:
-    """The text of a page."""
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
 
 

@@ -35,8 +35,6 @@ HERE = "tests.full.test_monitors"
 
 
 class Mine:
-    """A monitor of a user's own."""
-
     made: list[Mine] = []  # noqa: RUF012  # shared on purpose: the test finds it here
 
     def __init__(self, fails: bool = False, hangs: bool = False) -> None:
@@ -76,7 +74,6 @@ def told(conf: Config, *rows: tuple[Any, ...], after: float | None = None) -> No
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    """Have this package be a stub."""
     module = ModuleType(name)
     vars(module).update(attributes)
     monkeypatch.setitem(sys.modules, name, module)

@@ -99,7 +99,6 @@ def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
 
 # --- replay, diff, runners ------------------------------------------------------------------------------------------
 def write_batch(path: Path, submitted: float, dispatched: float) -> None:
-    """Write a batch of one task that was submitted and dispatched at these times."""
     batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}])
     sent = ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0)
     write_at(path, [(submitted, "batch/1", batch), (dispatched, "batch/1", sent)])

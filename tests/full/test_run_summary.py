@@ -80,7 +80,6 @@ def test_what_a_run_says_at_its_end(tmp_path: Path, path: Path) -> None:
 
 
 def summary_and_line(path: Path) -> tuple[dict[str, Any], str]:
-    """The summary of a log, and what a view says of its first step."""
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=path.parent)
     out = io.StringIO()
     with open_log(str(path)) as log, RunView(str(path), Console(file=out, width=160)):

@@ -83,7 +83,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
 
 
 def imports(tmp_path: Path, workflow: str) -> list[int]:
-    """Who imported its module, in order."""
     note = tmp_path / f"{workflow.removesuffix(':W')}.note"
     return [int(line) for line in note.read_text().split()]
 

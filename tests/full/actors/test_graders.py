@@ -130,8 +130,6 @@ async def test_a_call_that_waits_for_room_has_its_whole_time(graders: Graders) -
 
 # --- in runs --------------------------------------------------------------------------------------------------------
 class Itself(Workflow):
-    """Calls a grader itself."""
-
     def run(self) -> list[Experience]:
         [answer] = self.model.chat(self.prompt_messages())
         answer.reward = self.grade(faulty.fault, answer.response_text, timeout=1.0, memory=MEMORY)
@@ -148,7 +146,6 @@ class ItselfAsync(Workflow):
 
 
 async def played(pool: WorkerPool | None, workflow: Any, answers: list[str], **fields: Any) -> UnitResult:
-    """A run for each answer of the engine."""
     runner = WorkflowRunner(Answers(*answers), workers=pool)
     task = Task(workflow=workflow, raw_task={"prompt": "?", "answer": "1"}, task_id=0, **fields)
     return await runner.execute(task, 1, range(len(answers)), timeout=120)

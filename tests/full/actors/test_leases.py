@@ -321,7 +321,6 @@ def lease(folder: Path, key: str = "es-1", provider: str = PROVIDER, **args: Any
 
 
 def errors_of(leases: Sequence[OpenLease], **times: float) -> dict[str, str]:
-    """What is told of each."""
     answers, trouble = lease_releases.release_in_process(leases, **times)
     return {e.taken.lease: answers.get(e.taken.lease, trouble) for e in leases}
 
@@ -401,7 +400,6 @@ def test_a_process_that_does_not_even_begin_is_ended(tmp_path: Path, monkeypatch
 
 # --- the log ----------------------------------------------------------------------------------------------------------
 def test_verify_knows_what_a_lease_can_be(place: Place, tmp_path: Path) -> None:
-    """What a coordinator that broke the rules would have written is found."""
     place.tell("taken")
     place.tell("held", handle="box")
     url = f"sqlite:///{tmp_path / 'log.sqlite'}"

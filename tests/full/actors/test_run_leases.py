@@ -199,7 +199,6 @@ def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handl
 
 
 def threads() -> list[threading.Thread]:
-    """Those of the loops of leases."""
     return [thread for thread in threading.enumerate() if thread.name == "lease"]
 
 

@@ -193,8 +193,6 @@ async def test_p15_without_the_token_it_is_401(path: str, header: str | None) ->
 
 
 class Template(ByteTokenizer):
-    """A chat template with a variable."""
-
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
         thinking = {"role": "system", "content": f"thinking: {kwargs.get('enable_thinking', 'unsaid')}"}
         kwargs.pop("enable_thinking", None)

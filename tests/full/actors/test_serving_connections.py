@@ -215,8 +215,6 @@ async def test_an_error_is_told_as_the_routes_api_tells_it() -> None:
 
 
 class Broken(Recorder):
-    """Its logprobs are no numbers."""
-
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         return [replace(c, logprobs=[math.nan] * len(c.token_ids)) for c in await super().generate(prompt, sampling)]
 

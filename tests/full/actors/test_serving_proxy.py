@@ -18,8 +18,6 @@ from trinity_es.serve.proxy import Proxy
 
 
 class Kept:
-    """What the proxy recorded."""
-
     def __init__(self) -> None:
         self.answers: list[Any] = []
 

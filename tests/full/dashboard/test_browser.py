@@ -29,7 +29,6 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A run that ended, with everything that happens in one."""
     path = str(tmp_path_factory.mktemp("sample") / "log.sqlite")
     make(path, batches=12, tasks=12, payloads=False)
     return path
@@ -156,7 +155,6 @@ def test_a_token_opens_the_dashboard_and_is_seen_nowhere(browser: Browser, hand:
 
 
 def _start(path: str, port: int) -> subprocess.Popen[str]:
-    """The command itself, in a process of its own."""
     process = subprocess.Popen(
         [sys.executable, "-m", "trinity_es", "dashboard", "--log", path, "--port", str(port), "--no-token"],
         cwd=ROOT,

@@ -39,7 +39,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ended(sample: str) -> Iterator[TestClient]:
-    """A client of a dashboard of a run that ended."""
     with TestClient(create_app(sample), base_url="http://localhost") as made:
         yield made
 

@@ -95,7 +95,6 @@ class LosesLabels(Wrong):
 
 
 def unmet(server: Wrong, model: Path) -> HTTPEngine:
-    """Return an engine that has not met the server yet."""
     engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": "http://a:1"}))
     engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
     return engine
@@ -137,7 +136,6 @@ def server(tiny: Path, spans: bool) -> Wrong:
 
 @pytest.fixture
 async def engine(server: Wrong, tiny: Path) -> AsyncIterator[HTTPEngine]:
-    """An engine that met the server."""
     engine = unmet(server, tiny)
     try:
         await engine.start()

@@ -34,7 +34,6 @@ class Noted(Server):
     note: Path
 
     def open(self) -> int:
-        """Return how many episodes have begun and are not over."""
         lines = Counter(self.note.read_text().split())
         return lines["begun"] - lines["over"]
 

@@ -38,7 +38,6 @@ NOW = START + 86_400
 
 
 def fill(url: str) -> None:
-    """A run that died, and a batch whose texts have a megabyte."""
     make(url, batches=11, tasks=5, seed=4, hostile=True, dead=True)
     long = [*long_batch(url, LONG), ev.TaskDropped(tasks=[0], reason=LONG)]
     weights: list[ev.Event] = [ev.WeightsPublished(version=5, path=LONG, method="m\0" * 3000)]

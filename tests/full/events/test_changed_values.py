@@ -70,7 +70,6 @@ def fill(url: str) -> None:
 
 
 def another(value: Any, kind: str) -> Any:
-    """Another value of the same type."""
     if isinstance(value, bytes | memoryview):
         value = bytes(value)
         return value.replace(b'"pid":', b'"pid":1') if b'"pid":' in value else bytes([value[0] ^ 1]) + value[1:]

@@ -41,7 +41,6 @@ def mixed(open_log: Open) -> EventLog:
 
 
 def found(log: EventLog, types: list[str] | None, *, after: int = 0, before: int | None = None) -> list[int]:
-    """The answer of a reading of everything."""
     chosen = RARE if types is None else types
     return [r.position for r in log.read(after=after) if r.type in chosen and (before is None or r.position < before)]
 

@@ -201,7 +201,6 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told_at_once(
     status: int, code: str, passing: bool, scheme: str, own_s3: S3Server, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that refuses twice."""
     secret = base64.b64encode(b"a-secret-of-tests").decode()
     with refusing_server(status, code, 2) as address:
         account = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": secret,

@@ -56,8 +56,6 @@ def impatient(url: str) -> Log:
 
 
 class Command:
-    """A command of the auditor in a process, and the lines that it says."""
-
     def __init__(self, *words: str) -> None:
         self.out: list[str] = []
         self.err: list[str] = []

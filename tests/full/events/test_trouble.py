@@ -30,7 +30,6 @@ Open = Callable[..., EventLog]
 
 
 def place_of(kind: str, folder: Path) -> Path:
-    """Where somebody looks for a log, and finds something else there."""
     path = folder / "log.db"
     if kind == "another program's":
         with closing(sqlite3.connect(path)) as other, other:
@@ -152,7 +151,6 @@ def _pragma(log: EventLog, pragma: str) -> int:
 
 class TestOtherWriters:
     def test_a_writer_outside_our_lock_makes_us_wait_not_fail(self, tmp_path: Path) -> None:
-        """Someone with the sqlite3 shell."""
         path = tmp_path / "log.db"
         with EventLog.open(str(path), create=True) as log:
             code = (

@@ -29,7 +29,6 @@ from trinity_es.projections.verify.log import Verification, verify_log
 
 
 def fill(url: str) -> str:
-    """A sound log with something in every table."""
     store = open_payloads(url, durability="process")
     digest = store.put(b"four experiences")
     store.close()
@@ -48,7 +47,6 @@ def fill(url: str) -> str:
 
 @pytest.fixture
 def url(store_url: str) -> str:
-    """Such a log on each database in turn."""
     return fill(store_url)
 
 

@@ -46,7 +46,6 @@ def compose() -> dict[str, Any]:
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command of ours in these files, and where it stands."""
     for document in documents():
         for container in document.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
             yield f"kubernetes {container['name']}", container["args"]

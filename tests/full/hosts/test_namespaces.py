@@ -60,7 +60,6 @@ with trinity_es.connect(config) as client:
 
 
 def client_on(host: JoinedHost, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Have a client on this host play a batch."""
     command = [*host.inside(), sys.executable, "-c", CLIENT, str(folder / "client"), host.url]
     env = {**host.env, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)

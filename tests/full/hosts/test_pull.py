@@ -63,8 +63,6 @@ def published(head: Head) -> dict[str, bytes]:
 
 
 class Host:
-    """A host that pulls."""
-
     def __init__(self, folder: Path, head: Head, port: int | None = None, **way: Any) -> None:
         self.folder, self.told = folder, list[str]()
         self.puller = FolderPuller(folder, dialer(head, port, **way))
@@ -139,7 +137,6 @@ def test_two_processes_never_write_one_file(head: Head, tmp_path: Path) -> None:
 
 
 def cut_at(between: Network, size: int, cut: Callable[[], None]) -> threading.Thread:
-    """Have the network do this when so many bytes went to the host."""
     def wait() -> None:
         wait_until(lambda: len(between.passed["to host"]) > size, f"{size} bytes", 30)
         cut()

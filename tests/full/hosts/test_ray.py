@@ -85,7 +85,6 @@ def connected(config: Path) -> RolloutClient | None:
 
 
 def serving(client: RolloutClient) -> set[str]:
-    """The hosts of which a runner serves."""
     return {r["host"] for r in client.status()["runners"] if r["state"] == "ready"}
 
 
@@ -100,7 +99,6 @@ def ours(config: Path) -> list[psutil.Process]:
 
 
 def owner(client: RolloutClient) -> int:
-    """The actor of Ray that leads."""
     found = running_system.find_head(client.config)
     return 0 if found is None else int(found["owner"]["pid"])
 

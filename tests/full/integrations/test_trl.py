@@ -25,7 +25,6 @@ SCRIPTED = ["explorer.rollout_model.engine_type=scripted"]
 
 
 def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
-    """Start a system, and write the config with which a trainer joins it."""
     sections = {"synchronizer": {"sync_method": "memory"}, **sections}
     client = start_system(folder=folder, **sections)
     engine = {"explorer": {"rollout_model": {"engine_type": "scripted"}}}

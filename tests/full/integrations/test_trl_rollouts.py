@@ -57,7 +57,6 @@ def rollouts(tmp_path: Path, **given: Any) -> Rollouts:
 
 
 def generated(tmp_path: Path, trainer: StandInTrainer, asked: list[str] = ASKED, **given: Any) -> dict[str, list[Any]]:
-    """Return what new rollouts give a trainer for these prompts."""
     return rollouts(tmp_path, **given)(asked, trainer)
 
 

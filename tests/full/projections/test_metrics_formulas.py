@@ -134,8 +134,6 @@ tasks = st.lists(st.lists(runs, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 class Plays(Workflow):
-    """Returns what the test says, run by run."""
-
     can_repeat = True
     is_async = True
 

@@ -54,7 +54,6 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def dead_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, object]]:
-    """The URL of a finished run's log, and what finalize had returned."""
     client = started(tmp_path_factory.mktemp("dead"))
     result = play_batch(client, 1, sleepers(6, seconds=0.02, reward=1 / 3))
     client.submit_batch(batch_id="1/letters", tasks=sleepers(2, reward=0.1), batch_type="eval")

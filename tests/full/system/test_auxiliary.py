@@ -33,8 +33,6 @@ def judge(**script: Any) -> list[dict[str, Any]]:
 
 
 class Judged(Workflow):
-    """Asks the model, then the judge about the answer: its reward is what the judge says."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:

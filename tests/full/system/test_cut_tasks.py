@@ -25,7 +25,6 @@ ROWS, TOKENS, LONG = 14, 120, (1, 2, 6)
 
 
 def cutting(folder: Path) -> Path:
-    """Write the config of a run in which three tasks take several steps."""
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": f"{'long' if i in LONG else 'short'} {i}", "answer": "x"}) for i in range(ROWS)]
     (folder / "train.jsonl").write_text("\n".join(lines))

@@ -25,8 +25,6 @@ from trinity_es.testing import wait_until
 
 
 class CountingTrainer:
-    """A trainer that only counts what it is given."""
-
     def __init__(self, model_path: str, **args: Any) -> None:
         self.steps: list[int] = []
 

@@ -64,7 +64,6 @@ def mend(path: Path) -> None:
 
 
 def submissions(config: Config, step: int) -> list[list[int]]:
-    """Return the rows of the taskset that each submission of a step handed in."""
     with trinity_es.open_log(config.store.url) as log:
         events = [r.event for r in log.read(stream=batch_stream(step), types=["BatchSubmitted"])]
         return [[task["index"]["index"] for task in log.tasks_of(e)] for e in events
@@ -203,8 +202,6 @@ def test_a_step_of_which_the_pipeline_left_nothing_is_passed_over(tmp_path: Path
 
 
 class Strict:
-    """A trainer that refuses to learn from nothing."""
-
     def __init__(self, model_path: str, **args: Any) -> None:
         pass
 

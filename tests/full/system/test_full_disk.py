@@ -30,7 +30,6 @@ SOON = 8.0
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True,
@@ -42,7 +41,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Take all the room that is left."""
     filler = disk / "filler"
     with filler.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
@@ -53,7 +51,6 @@ def fill(disk: Path) -> Path:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives or raises, and how long that took."""
     began = time.monotonic()
     try:
         found = call()

@@ -34,14 +34,11 @@ pytestmark = pytest.mark.timeout(240)
 
 
 class Choosing(SteadyTrainer):
-    """Wants its weights out after steps 1 and 4."""
-
     def wants_sync(self, step: int) -> bool:
         return step in (1, 4)
 
 
 def config_of(folder: Path, *, trainer: str = "SteadyTrainer", seconds: float = 0.3, **synchronizer: Any) -> Path:
-    """The run of test_resume with another synchronizer."""
     path = make_config(folder)
     data = yaml.safe_load(path.read_text())
     data["synchronizer"] = synchronizer
@@ -108,7 +105,6 @@ ONCE = {"questions": dict.fromkeys(range(ROWS), 1)}
 
 
 def completed(path: Path) -> tuple[Config, list[tuple[str, Any]]]:
-    """Play a run to its end; returns what happened in it."""
     config = load_config(path)
     went_well("run", path, cwd=path.parent.parent)
     check_complete(config, STEPS, ONCE)

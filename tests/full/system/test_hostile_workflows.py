@@ -59,7 +59,6 @@ def cancel_others() -> None:
 
 
 def cancel_by_the_base_class() -> None:
-    """What no override sees."""
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         asyncio.Task.cancel(task)
 
@@ -156,8 +155,6 @@ HARMLESS: dict[str, Callable[[], Any]] = {
 
 
 class Hostile(Workflow):
-    """`workflow_args["how"]`."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:

@@ -20,8 +20,6 @@ TOKENS = 40
 
 
 class Noting(ScriptedEngine):
-    """Touches a file when a request begins."""
-
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         Path(os.environ["BEGAN"]).touch()
         return await super().generate(prompt, sampling)
@@ -33,8 +31,6 @@ class Noting(ScriptedEngine):
 
 
 class TwoTurns(Workflow):
-    """Two answers one after the other."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:

@@ -36,8 +36,6 @@ def client(system_for: StartSystem) -> RolloutClient:
 def played(
     client: RolloutClient, batch: int, tasks: list[Task], **how: Any
 ) -> tuple[list[Status], list[Experience]]:
-    """What the known scheduler gives for these tasks."""
-
     async def main() -> tuple[list[Status], list[Experience]]:
         async with Scheduler(client.config) as scheduler:
             scheduler.schedule(tasks, batch_id=batch)
@@ -325,8 +323,6 @@ def test_p48_a_conversation_beyond_the_context_is_cut_and_says_so(client: Rollou
 
 # --- M10 ------------------------------------------------------------------------------------------------------------
 class Mixed(Workflow):
-    """Run 0 is fine, run 1 fails, run 2 hangs."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:

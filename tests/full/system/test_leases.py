@@ -56,14 +56,12 @@ def system(system_for: StartSystem) -> RolloutClient:
 
 
 def of_batch(client: RolloutClient, batch: int, *kinds: type[ev.Event]) -> list[Any]:
-    """Return what happened to the leases that runs of a batch took."""
     found = [r.event for r in client.log.read(stream="leases")]
     leases = {event.lease for event in found if isinstance(event, ev.LeaseTaken) and event.batch_id == batch}
     return [event for event in found if event.lease in leases and isinstance(event, kinds or ev.Event)]  # type: ignore[attr-defined]  # all of this stream have one
 
 
 def holds(service: Service, n: int = 1) -> list[dict[str, Any]]:
-    """So many sandboxes are alive, and used."""
     wait_until(lambda: len([b for b in service.alive() if b["users"]]) >= n, f"{n} sandboxes to be used", 120)
     return service.alive()
 
@@ -267,7 +265,6 @@ class _Kills:
                 lifecycle.start(self.config)
 
     def submit(self) -> None:
-        """Another batch, so that there is always something to kill."""
         self.batches += 1
         cls = Uses if self.batches % 2 else AsyncUses
         tasks = [uses(self.service, self.chance.uniform(0.0, 1.2), cls) for _ in range(8)]
@@ -320,7 +317,6 @@ def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(
 
 
 def _account(boxes: list[dict[str, Any]], recorded: list[Any], kills: _Kills) -> None:
-    """Compare what the service counted with what the log says."""
     taken = {r.event.lease: r.recorded_at for r in recorded if isinstance(r.event, ev.LeaseTaken)}
     released = {r.event.lease: r.recorded_at for r in recorded if isinstance(r.event, ev.LeaseReleased)}
     by = [r.event.by for r in recorded if isinstance(r.event, ev.LeaseReleased)]

@@ -127,8 +127,6 @@ def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_i
 
 # --- the explorer ---------------------------------------------------------------------------------------------------
 class MemoryTrainer(SteadyTrainer):
-    """Its tensors are its hash."""
-
     def state_dict(self) -> dict[str, Any]:
         digest = hashlib.sha256(self.weights.encode()).digest()
         return {"w": np.frombuffer(digest, np.uint8).astype(np.float32), "steps": np.array([self.steps], np.int64)}

@@ -57,7 +57,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*command: object, cwd: Path, first: Path | None = None) -> str:
-    """What a command prints; `first` goes before everything that is installed."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     if first is not None:
         env["PYTHONPATH"] = str(first)

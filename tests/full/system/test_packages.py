@@ -27,7 +27,6 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the page's package is installed."""
     folder = tmp_path_factory.mktemp("dice")
     (folder / "dice").mkdir()
     (folder / "dice" / "dice.py").write_text(CODE)

@@ -24,8 +24,6 @@ from trinity_es.testing import SleepWorkflow, wait_until
 
 
 class Says(Workflow):
-    """Says where it runs."""
-
     is_async = True
 
     def said(self) -> list[Experience]:
@@ -45,7 +43,6 @@ class SaysInAWorker(Says):
 
 @pytest.fixture
 def in_order(system_for: StartSystem) -> RolloutClient:
-    """A system with one place, in which runs go one after the other."""
     return system_for(explorer={
         "max_concurrency": 1, "concurrent_mode": "sequential", "max_timeout": 1.5, "max_retry_times": 1,
     })
@@ -62,8 +59,6 @@ def test_p9_async_workflows_are_on_the_loop_and_sync_ones_in_a_process(in_order:
 
 
 class Notes(Workflow):
-    """Says when it began and ended, and in which process."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:

@@ -40,7 +40,6 @@ def held() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def hold(file: Path, held: list[subprocess.Popen[bytes]]) -> int:
-    """Hold the lock of this file in another process: its pid."""
     process = subprocess.Popen([sys.executable, "-c", _HOLD, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     held.append(process)
     process.stdout.readline()

@@ -294,8 +294,6 @@ def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
 
 
 class TornOnce(SteadyTrainer):
-    """Fails in the middle of its second checkpoint, once."""
-
     def save(self, path: str) -> None:
         torn = Path(path).parent.parent / "torn"
         if path.endswith("global_step_2") and not torn.exists():

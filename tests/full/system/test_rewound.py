@@ -57,7 +57,6 @@ def put(copy: Path, config: Config) -> None:
 
 
 def forget(config: Config) -> None:
-    """The memory of this host is gone."""
     remembered_log_end.memory(config).path.unlink()
 
 
@@ -73,7 +72,6 @@ def config_file(config: Config, folder: Path) -> str:
 
 
 def refused(client: RolloutClient, match: str = "restored from an older copy") -> None:
-    """Whatever this client asks, it is told, soon."""
     calls: list[Any] = [
         lambda: client.submit_batch(batch_id=90, tasks=sleepers(1), batch_type="train"),
         lambda: client.finalize_train_batch(2, timeout=30),

@@ -15,7 +15,6 @@ from trinity_es.events.errors import BatchTypeMismatch, DataError
 
 
 def half_done(folder: Path, name: str) -> list[Task]:
-    """Two tasks of four runs each; a run of the second hangs."""
     slow = {"slow_file": str(folder / name)}
     return dummies(1, workflow=AsyncDummy, repeat_times=4) + dummies(1, workflow=AsyncDummy, repeat_times=4, **slow)
 

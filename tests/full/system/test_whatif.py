@@ -80,7 +80,6 @@ def run(folder: Path, runners: int, *, hard: bool) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[trinity_es.Log]:
-    """On two runners."""
     with trinity_es.open_log(run(tmp_path_factory.mktemp("two"), 2, hard=True)) as log:
         yield log
 

@@ -45,7 +45,6 @@ def variables(tmp_path_factory: pytest.TempPathFactory, served: Hub) -> dict[str
 
 
 def nobody() -> str:
-    """Return the address of a hub that does not answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -70,11 +69,9 @@ class Dataset:
         self.path, self._readers = f"hub:{repository.name}", readers
 
     def open(self, how: str = "online", **given: Any) -> Any:
-        """Return the source and the tasks of its split `train`, or the error."""
         return self._readers[how].open(**{"name": "t", "path": self.path, "split": "train", **given})
 
     def prompts(self, how: str = "online", **given: Any) -> tuple[str, list[str]]:
-        """Return the commit that was read, and its prompts."""
         told = self.open(how, **given)
         assert "error" not in told, told
         return told["source"]["revision"], [task["raw_task"]["prompt"] for task in told["tasks"]]

@@ -30,7 +30,6 @@ Opened = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def opened(reasoning_gym: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    """Opens tasksets, in one process."""
     reader = TasksetReader(HERE / "open_taskset.py", reasoning_gym, tmp_path_factory.mktemp("reader") / "stderr")
     yield reader.open
     reader.close()

@@ -109,7 +109,6 @@ def test_a_lost_attempt_has_a_span_for_each_answer_and_step_that_was_kept_of_it(
 
 
 def sent(exporter: Any) -> list[str]:
-    """The batches that were sent, in order."""
     return [s.attributes["rl.batch.id"] for s in exporter.get_finished_spans() if s.name == "rl.batch"]
 
 
