@@ -21,6 +21,7 @@ import pytest
 from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
+from tests.helpers.systems import Evil
 from trinity_es.actors import sealed_transport, system_key
 from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
 from trinity_es.actors.sealed_transport import AuthenticatedTransport
@@ -79,20 +80,17 @@ def send(out: AuthenticatedTransport, to: AuthenticatedTransport, message: Any) 
     return got
 
 
+def transmit(out: AuthenticatedTransport, address: Any, message: str, ends: list[Any]) -> None:
+    """Send a message; its status is added to `ends` once it is known."""
+    intent = TransmitIntent(address, message)
+    intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
+    out.scheduleTransmit(None, intent)
+
+
 def raw(to: AuthenticatedTransport, data: bytes) -> socket.socket:
     s = socket.create_connection(to.socket.getsockname(), 5)
     s.sendall(data)
     return s
-
-
-class Evil:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.write_text, (self.path, "code was run"))
 
 
 def sealed(to: AuthenticatedTransport, message: Any, key: bytes = KEY, port: int | None = None) -> bytes:
@@ -256,9 +254,7 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
     ends: list[Any] = []
 
     def tell(port: int) -> None:
-        intent = TransmitIntent(sealed_transport._address("127.0.0.1", port), "a message")
-        intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
-        a.scheduleTransmit(None, intent)
+        transmit(a, sealed_transport._address("127.0.0.1", port), "a message", ends)
 
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # its kernel takes what comes, and nobody reads it
         port = frozen.getsockname()[1]
@@ -279,9 +275,7 @@ def test_what_nobody_takes_is_given_up_and_tried_later(make_door: MakeDoor, monk
     a, b = make_door(), make_door()
     ends: list[Any] = []
     for _ in range(sealed_transport.MAX_UNTAKEN + 5):
-        intent = TransmitIntent(b.myAddress, "lost")
-        intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
-        a.scheduleTransmit(None, intent)
+        transmit(a, b.myAddress, "lost", ends)
         listen(a, 0.01)
     listen_until(a, lambda: ends == [SendStatus.Failed] * (sealed_transport.MAX_UNTAKEN + 5) and not a._untaken)
     while listen(b, 0.3) is not None:
@@ -322,12 +316,10 @@ ANSWERS = {
 @pytest.mark.parametrize("what", ANSWERS)
 def test_who_took_the_port_of_a_dead_actor_cannot_say_that_it_got_the_message(what: str, make_door: MakeDoor) -> None:
     a, b = make_door(), make_door()
-    ends: list[str] = []
+    ends: list[Any] = []
     with socket.create_server(("127.0.0.1", 0)) as squatter:
         squatter.settimeout(5)
-        intent = TransmitIntent(sealed_transport._address("127.0.0.1", squatter.getsockname()[1]), "a message")
-        intent.addCallback(lambda *_: ends.append("sent"), lambda *_: ends.append("failed"))
-        a.scheduleTransmit(None, intent)
+        transmit(a, sealed_transport._address("127.0.0.1", squatter.getsockname()[1]), "a message", ends)
         listen(a, 0.1)
         first, _ = squatter.accept()
         first.settimeout(5)

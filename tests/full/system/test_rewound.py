@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typer.testing import CliRunner
 import trinity_es
 from tests.helpers.database_trouble import on
 from tests.helpers.faults import Server, rewind
+from tests.helpers.handmade import copied, put_back
 from tests.helpers.systems import StartSystem, end, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
 from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
@@ -40,20 +40,6 @@ def play(client: RolloutClient, *batches: int) -> None:
 
 def store(config: Config) -> Path:
     return Path(config.store.url.removeprefix("sqlite:///"))
-
-
-def copy_log(config: Config, to: Path) -> None:
-    """A copy of a SQLite log as it is, whoever writes it."""
-    to.unlink(missing_ok=True)
-    with sqlite3.connect(store(config)) as source, sqlite3.connect(to) as copy:
-        source.backup(copy)
-
-
-def put(copy: Path, config: Config) -> None:
-    """This copy in the log's place."""
-    for suffix in ("", "-wal", "-shm"):
-        store(config).with_name(store(config).name + suffix).unlink(missing_ok=True)
-    shutil.copy(copy, store(config))
 
 
 def forget(config: Config) -> None:
@@ -147,7 +133,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     client = start_system()
     config, file = client.config, config_file(client.config, tmp_path)
     play(client, 1)
-    copy_log(config, tmp_path / "older")
+    copied(store(config), tmp_path / "older")
     play(client, 2)
     position = client.log.head().position
     kill_system(client)  # the file beside the key alone remembers it
@@ -155,7 +141,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     assert remembered_log_end.memory(config).claims()[0].mark.position == position
     assert command("verify", "--config", file)[0] == 0
     shutil.copy(store(config), tmp_path / "whole")
-    put(tmp_path / "older", config)
+    put_back(tmp_path / "older", store(config))
     for args in (("up", file), ("verify", "--config", file), ("verify", "--log", str(store(config))),
                  ("resume", str(store(config))), ("run", file), ("status", "--log", str(store(config)))):
         code, said = command(*args)
@@ -173,7 +159,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     play(again, 2, 3)
     assert again.log.verify() == []
     again.shutdown()
-    put(tmp_path / "older", config)  # from before it was accepted
+    put_back(tmp_path / "older", store(config))  # from before it was accepted
     with pytest.raises(LogRewound, match="another log"):
         lifecycle.start(config)
 
@@ -186,7 +172,7 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     other = start_system(folder=tmp_path / "other")
     play(other, 1)
     other.shutdown()
-    put(store(other.config), config)
+    put_back(store(other.config), store(config))
     with pytest.raises(LogRewound, match="is another log"):
         lifecycle.start(config)
     for suffix in ("", "-wal", "-shm"):
@@ -202,11 +188,11 @@ def test_a_client_alone_remembers_it_and_that_outlives_a_start(start_system: Sta
     client = start_system()
     config = client.config
     play(client, 1)
-    copy_log(config, tmp_path / "older")
+    copied(store(config), tmp_path / "older")
     play(client, 2)
     kill_system(client)
     forget(config)
-    put(tmp_path / "older", config)
+    put_back(tmp_path / "older", store(config))
     lifecycle.start(config)  # nobody is left on this host who knows
     try:
         with trinity_es.connect(config) as another:
@@ -243,12 +229,12 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
     client = start_system(system={"keeper": True})
     config = client.config
     play(client, 1)
-    copy_log(config, tmp_path / "older")
+    copied(store(config), tmp_path / "older")
     play(client, 2)
     time.sleep(3)  # the keeper looks every two seconds
     admin = client._link.admin
     guardian, family = psutil.Process(admin["guardian"]), running_system.processes(admin)
-    put(tmp_path / "older", config)
+    put_back(tmp_path / "older", store(config))
     forget(config)
     kill_all([guardian, *family])
     keeper_log = Path(config.system.log_dir) / "keeper.log"
