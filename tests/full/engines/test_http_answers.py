@@ -289,9 +289,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     assert await asyncio.gather(*asked) == [8, 8]
 
 
-async def test_a_server_that_answers_a_try_alone_draws_little(
-    server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_server_gets_little(server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = _pauses_before_tries(server, monkeypatch)
     for prompt in (BAD, BAD, BAD, BAD, BAD, 5, BAD):
         with contextlib.suppress(EngineError):
@@ -386,9 +384,7 @@ async def test_an_engine_waits_for_what_keeps_it_from_its_server(tiny: Path, mon
     await cancelled(starting)
 
 
-async def test_a_server_that_never_answers_a_first_request_is_named_while_it_is_waited_for(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_never_answers_is_named_meanwhile(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(vllm_http_api, "UNANSWERED_SECONDS", 0.05)
     server = Wrong(tiny)

@@ -308,9 +308,7 @@ def test_on_a_machine_that_takes_no_part_who_leads_is_told_and_nobody_is_sent_to
     assert "down" not in {r["state"] for r in found["runners"]}
 
 
-def test_a_client_finds_whichever_host_of_its_machine_takes_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_finds_any_host_of_its_machine_taking_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     config = scripted(tmp_path / "logs", store={"url": "postgresql://nobody@127.0.0.1:1/run"})
     monkeypatch.setattr("trinity_es.system.running_system.find_head", lambda config: None)

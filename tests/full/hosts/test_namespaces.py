@@ -138,9 +138,7 @@ with Database(sys.argv[1]).engine.connect() as connection:
 """
 
 
-def test_a_lock_of_a_host_that_was_cut_off_in_the_middle_of_a_message_is_let_go(
-    network: Network, database: Postgres
-) -> None:
+def test_a_lock_of_a_host_cut_off_in_the_middle_of_a_message_is_let_go(network: Network, database: Postgres) -> None:
     EventLog.open(database.url, create=True).close()
     held = subprocess.Popen([*network.add("x"), sys.executable, "-c", HOLDS, database.url], cwd=ROOT,
                             stdout=subprocess.PIPE, text=True)

@@ -88,9 +88,7 @@ def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(
     assert any("MiB of 27.0 MiB" in told for told in host.told)
 
 
-def test_files_that_head_and_host_share_are_used_as_they_are_and_not_even_read(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_files_are_used_and_not_even_read(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_sender, "hash_files", None)
     host = Host(tmp_path / "host", head)
     assert host.pull(head.folder) == head.folder
@@ -248,9 +246,7 @@ def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_pat
     assert host.pull(own) == own
 
 
-def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_fails_each_time_is_an_error(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*args: Any) -> list[str]:
         raise OSError(5, "Input/output error")
 

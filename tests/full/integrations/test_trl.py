@@ -33,9 +33,7 @@ def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
     return file
 
 
-def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_runs_that_failed_are_in_no_baseline(start_system: StartSystem, tmp_path: Path, trl_python: WarmPython) -> None:
     rules = [{"prompt": "b=", "error": "the engine hiccuped", "times": 2}]
     explorer = {"rollout_model": {"engine_type": "scripted", "script": {"rules": rules}},
                 "max_repeat_times_per_runner": 1}

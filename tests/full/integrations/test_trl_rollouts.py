@@ -181,9 +181,7 @@ def test_each_call_of_a_step_is_a_batch_and_evals_are_none_of_training(tmp_path:
     assert client.synced == [1]
 
 
-def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_not_cut_by_a_checkpoint(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_a_generation_of_several_steps_is_acknowledged_by_the_last_step(tmp_path: Path, client: StandInClient) -> None:
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, steps_per_generation=2, save_steps=2)
     begin(made, trainer)
     made(ASKED, trainer)
@@ -377,9 +375,7 @@ def test_a_reward_that_asks_for_what_no_row_has_is_refused_at_first(tmp_path: Pa
     assert client.submitted == {}
 
 
-def test_a_reward_that_its_module_does_not_have_is_told_apart_from_a_module_that_is_not_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_reward_is_told_apart_from_a_missing_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnknownWorkflow) as wrong:
         rollouts(tmp_path, reward_fn=f"{__name__}:exakt")
     assert wrong.value.message == (

@@ -196,9 +196,7 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     play_batch(client, new_id(), sleepers(1))
 
 
-def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_in_the_environment_makes_no_file_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "e" * 40)
     config = scripted(tmp_path, system={"keeper": True})
     lifecycle.start(config)
@@ -220,9 +218,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
         end(client)
 
 
-def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
-    shared: RolloutClient, system_for: StartSystem, new_id: NewId
-) -> None:
+def test_one_process_uses_two_systems_with_keys(shared: RolloutClient, system_for: StartSystem, new_id: NewId) -> None:
     other = system_for()
     keys = [Path(running_system.key_file(system.config)).read_text() for system in (other, shared)]
     assert keys[0] != keys[1]
@@ -249,9 +245,7 @@ def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp
     assert shared_ones == {}
 
 
-def test_what_is_said_to_a_copy_of_a_run_that_is_up_does_not_reach_the_run(
-    shared: RolloutClient, new_id: NewId, tmp_path: Path
-) -> None:
+def test_words_to_a_copy_of_a_run_do_not_reach_the_run(shared: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
     """The copy has the key and the log, and so every word that leads to the run's processes."""
     before, batch = running_system.find(shared.config), new_id()
     shutil.copytree(shared.config.code_path, tmp_path / "copy")

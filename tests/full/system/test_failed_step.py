@@ -121,9 +121,7 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
 
 
 @pytest.mark.slow
-def test_a_step_that_failed_whole_is_generated_anew_under_another_reward(
-    tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
-) -> None:
+def test_a_step_that_failed_whole_is_made_anew(tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]) -> None:
     path = made(tmp_path / "run", reward="share")
     code, _, err = runs.finish_here("run", path, "--set", BROKEN, cwd=tmp_path)
     require_sentence(code, err)

@@ -81,9 +81,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
-    tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
-) -> None:
+def test_a_run_that_dies_twice_uses_prompts_once(tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]) -> None:
     path = runs.make_config(tmp_path / "run")
     for number in (1, 2):
         config = runs.killed_when(lambda c, n=number: runs.count(c, "TaskFinished", n) >= 1, path, f"step {number}")

@@ -89,9 +89,7 @@ async def test_p18_a_caller_that_gives_up_loses_nothing(scheduler: Scheduler, ne
     assert sorted(got) == list(range(20))
 
 
-async def test_p16_stop_waits_for_what_runs_and_start_goes_on(
-    system_for: StartSystem, new_id: NewId, tmp_path: Path
-) -> None:
+async def test_p16_stop_waits_for_runs_start_goes_on(system_for: StartSystem, new_id: NewId, tmp_path: Path) -> None:
     client, first, second = system_for(explorer={"max_concurrency": 2}), new_id(), new_id()
     count = tmp_path / "ran"
     scheduler = Scheduler(client.config)
@@ -156,9 +154,7 @@ async def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_wor
         await scheduler.stop()
 
 
-async def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_and_taken(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+async def test_p18_promise_2_the_coordinator_is_killed_under_takers(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(explorer={"max_concurrency": 4})
     count = tmp_path / "ran"
     async with Scheduler(client.config) as scheduler:
@@ -223,9 +219,7 @@ def test_p18_promise_2_after_kill_9_of_all_another_scheduler_goes_on(start_syste
     asyncio.run(after(asyncio.run(before())))
 
 
-async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_took(
-    start_system: StartSystem,
-) -> None:
+async def test_p23_after_the_warmup_an_attempt_may_take_as_long_as_others_took(start_system: StartSystem) -> None:
     client = start_system(explorer={
         "max_timeout": 20.0, "max_retry_times": 0,
         "dynamic_timeout": {"enable": True, "ratio": 3.0, "warmup_min_steps": 2},
@@ -271,9 +265,7 @@ async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attem
         assert timeouts()[-1] == pace()[-2].timeout
 
 
-async def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_used_again(
-    system_for: StartSystem, new_id: NewId
-) -> None:
+async def test_p7_p25_an_ended_batch_is_readable_after_its_id_is_reused(system_for: StartSystem, new_id: NewId) -> None:
     client, batch, other = system_for(), new_id(), new_id()
     result = play_batch(client, batch, sleepers(2, reward=0.25))
     async with Scheduler(client.config) as scheduler:

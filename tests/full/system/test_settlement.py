@@ -230,9 +230,7 @@ def test_every_choice_of_a_recovery_is_logged_and_stale_work_dropped(start_syste
     assert client.log.verify() == []
 
 
-def test_answers_that_are_too_old_when_their_batch_is_finalized_are_named_and_not_delivered(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_answers_too_old_at_the_end_are_named_and_not_delivered(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(explorer={"max_staleness": 1})
     for batch_id in ("old", "new"):
         client.submit_batch(batch_id=batch_id, tasks=sleepers(2), batch_type="train")

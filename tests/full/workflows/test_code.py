@@ -48,9 +48,7 @@ async def test_a_program_that_passes_its_tests_is_right(pool: WorkerPool, kind: 
     ("if __name__ == '__main__':\n    print(int(input()) * 2, '')", DOUBLES, 1, 1),
     ("print(4)", DOUBLES, 0, 0.5), ("print(int(input()) * 2); exit(1)", DOUBLES, 0, 0),
 ])
-def test_the_last_block_of_python_is_judged_by_its_tests_or_by_what_it_prints(
-    response: str, truth: Any, accuracy: float, share: float
-) -> None:
+def test_the_last_python_block_is_judged(response: str, truth: Any, accuracy: float, share: float) -> None:
     assert judged(response, truth) == accuracy
     assert judged(response, truth, partial=True) == share
 
