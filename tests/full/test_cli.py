@@ -166,7 +166,7 @@ def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
 def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Path, newest: str) -> None:
     for age, place in ((100, "runs/p/old"), (50, newest), (200, "runs/p/older")):
         path = tmp_path / place / "log.sqlite"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
         for file in path.parent.glob("log.sqlite*"):
             os.utime(file, (time.time() - age, time.time() - age))

@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
@@ -267,21 +266,6 @@ def test_a_time_of_day_without_a_batch_is_of_the_log_s_last_day(path: Path, comm
     assert done.exit_code == 2
     assert "--since" in done.output
     assert cli("events", "--after", 10**20, "--log", path).exit_code == 2
-
-
-def test_tables_of_an_older_release_are_named_as_that(path: Path) -> None:
-    make(str(path), batches=2, tasks=2, payloads=False)
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'")
-        database.execute("DROP TABLE rm_batch")
-    done = cli("batches", "--log", path)
-    assert done.exit_code == 2
-    assert "older release" in done.output
-    told = json.loads(cli("verify", "--json", "--log", path).output)["problems"]
-    assert len(told) == 1
-    assert "older release" in told[0]
-    assert cli("rebuild", "--log", path).exit_code == 0
-    assert cli("batches", "--log", path).exit_code == 0
 
 
 def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,9 +205,7 @@ class Lacked(SleepWorkflow):
 
 
 def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
-    head = start_head()
-    with host_joins(head.url, "b", head.folder):
-        ready(head.client, "b")
+    with with_host(start_head) as (head, _):
         head.submit(1, 96, 0.5)
         wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
         psutil.Process(pid_of(head.client, "coordinator")).kill()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load
+from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, half_done, load
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es import Scheduler, Task
 from trinity_es.client.rollout_client import RolloutClient
@@ -222,15 +222,9 @@ async def test_p22_p18_after_min_num_some_wait_and_the_rest_cancelled(system_for
 def test_p22_return_partial_tasks(system_for: StartSystem, new_id: NewId, tmp_path: Path, partial: bool) -> None:
     client, scheduled, submitted = system_for(explorer=hasty(partial)), new_id(), new_id()
 
-    def tasks(name: str) -> list[Task]:  # the second task has a run that hangs
-        slow = {"slow_file": str(tmp_path / name)}
-        return dummies(1, workflow=AsyncDummy, repeat_times=4) + dummies(
-            1, workflow=AsyncDummy, repeat_times=4, **slow
-        )
-
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
-            scheduler.schedule(tasks("0"), scheduled)
+            scheduler.schedule(half_done(tmp_path / "0"), scheduled)
             statuses, experiences = await scheduler.get_results(scheduled, min_num=1)
             ran = Counter(e.eid.task for e in experiences)
             if partial:
@@ -242,7 +236,7 @@ def test_p22_return_partial_tasks(system_for: StartSystem, new_id: NewId, tmp_pa
             assert not scheduler.has_step(scheduled)
 
     asyncio.run(main())
-    client.submit_batch(batch_id=submitted, tasks=tasks("1"), batch_type="train", min_wait_num=1)
+    client.submit_batch(batch_id=submitted, tasks=half_done(tmp_path / "1"), batch_type="train", min_wait_num=1)
     assert client.finalize_train_batch(submitted, timeout=60)["finished_task_count"] == 1
     ran = Counter(e.eid.task for e in client.experiences(submitted))
     assert ran == ({0: 4, 1: 3} if partial else {0: 4})

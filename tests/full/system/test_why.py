@@ -150,17 +150,6 @@ def test_a_coordinator_that_does_not_answer_is_said_and_its_log_read(
 
 
 # --- stalls ---------------------------------------------------------------------------------------------------------
-def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_system: StartSystem) -> None:
-    client = start_system(explorer={"stall_after": 1.0})
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    client.submit_batch(batch_id=2, tasks=[sleep(0.0), sleep(6.0)], batch_type="train")
-    wait_until(lambda: client.batch(2).is_complete, "the slow task")
-    [stalled] = recorded(client, 2, ev.StallDetected)
-    assert stalled.waiting_on.startswith("task 1, run 0, attempt 1 of 3 on runner-0 #1 for ")
-    time.sleep(2.5)
-    assert (len(recorded(client, 1, ev.StallDetected)), len(recorded(client, 2, ev.StallDetected))) == (0, 1)
-
-
 class Memory:
     """The coordinator's live state and runners, as far as stalls look at them."""
 
