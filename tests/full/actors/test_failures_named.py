@@ -95,7 +95,7 @@ async def played(
     ],
 )
 @pytest.mark.parametrize("made", [True, False])
-async def test_no_number_fails_its_run_alone_and_names_its_place(made: bool, name: str, value: Any, says: str) -> None:
+async def test_a_non_number_fails_its_run_alone_and_is_named(made: bool, name: str, value: Any, says: str) -> None:
     done = await played(OneRun, made=made, name=name, value=value)
     assert [r.run for r in done.results] == [0, 2]
     [(run, kind, message)] = done.failures

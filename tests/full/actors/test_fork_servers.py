@@ -253,7 +253,7 @@ async def test_a_fork_that_fails_is_infrastructure() -> None:
     theirs.close()
 
 
-async def test_workers_inherit_nothing_of_it(pool: WorkerPool, module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_inherit_nothing_of_us(pool: WorkerPool, module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "k" * 40)
     held = socket.socket()
     os.set_inheritable(held.fileno(), True)

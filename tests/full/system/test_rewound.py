@@ -127,7 +127,7 @@ def test_a_database_that_fails_over_to_an_older_copy_stops_the_work_until_a_pers
     assert "positions" in command("events", "--log", url)[1]
 
 
-def test_a_file_replaced_by_an_older_copy_while_all_was_dead_stops(start_system: StartSystem, tmp_path: Path) -> None:
+def test_a_file_replaced_by_an_older_copy_when_dead_is_refused(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     config, file = client.config, config_file(client.config, tmp_path)
     play(client, 1)

@@ -195,7 +195,7 @@ def hasty(partial: bool = False) -> dict[str, Any]:
     return {"max_repeat_times_per_runner": 1, "over_rollout": {"wait_after_min": 1.0, "return_partial_tasks": partial}}
 
 
-async def test_p22_p18_after_min_num_some_wait_and_the_rest_cancelled(system_for: StartSystem, new_id: NewId) -> None:
+async def test_p22_p18_after_min_num_some_come_the_rest_is_cancelled(system_for: StartSystem, new_id: NewId) -> None:
     client = system_for(explorer=hasty())
     first, second, third = new_id(), new_id(), new_id()
     async with Scheduler(client.config) as scheduler:

@@ -296,7 +296,7 @@ def test_the_variable_of_opentelemetry_turns_it_on_and_nothing_is_off(
     assert start_traces(str(path)) is None
 
 
-def test_an_extra_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_absent_extra_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"trinity-es\[otel\]"):
         start_traces(str(path), "http://127.0.0.1:1")
