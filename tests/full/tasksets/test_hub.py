@@ -116,8 +116,10 @@ def test_branches_tags_and_commits_are_revisions(dataset: Dataset) -> None:
 def test_subsets_and_splits_are_chosen_and_those_that_are_not_there_are_named(dataset: Dataset) -> None:
     push_subsets(dataset)
     assert dataset.prompts(subset="hard")[1] == ["hard"]
+    refused = dataset.open()["error"]
+    assert "easy" in refused, "the only one in the cache is not chosen, as none is the default one"
+    assert "check its subset and its split" in refused
     assert dataset.prompts(subset="easy")[1] == ["easy"]
-    assert "easy" in dataset.open()["error"]
     assert "check its subset and its split" in dataset.open(subset="none")["error"]
     refused = dataset.open(subset="hard", split="test")["error"]
     assert "test" in refused
@@ -147,14 +149,6 @@ def test_without_a_subset_it_is_the_default_one_whichever_the_cache_has(dataset:
         assert dataset.open(how, recorded=told["source"], subset="easy") == told
     assert len(dataset.repository.asked) == asked
     assert "its subset is hard in the config" in dataset.open(recorded=told["source"], subset="hard")["error"]
-
-
-def test_without_a_subset_and_none_that_is_the_default_one_the_cache_does_not_choose(dataset: Dataset) -> None:
-    push_subsets(dataset)
-    assert dataset.prompts(subset="hard")[1] == ["hard"]
-    refused = dataset.open()["error"]
-    assert "easy" in refused
-    assert "check its subset and its split" in refused
 
 
 def test_a_dataset_that_is_not_there_or_has_no_prompts_is_named(dataset: Dataset) -> None:
