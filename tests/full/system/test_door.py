@@ -254,10 +254,7 @@ def test_words_to_a_copy_of_a_run_do_not_reach_the_run(shared: RolloutClient, ne
     with pytest.raises(NotRunning, match=r"no actor system runs on .*: start one with `trinity-es up`"):
         trinity_es.connect(copy)
     assert teardown.end_system(copy) == teardown.Teardown(killed=0, left=[])
-    lifecycle.start(copy)
-    with trinity_es.connect(copy) as client:
-        client.wait_ready(60)
+    with trinity_es.running(copy) as client:
         play_batch(client, batch, sleepers(1))
-        end(client)
     assert running_system.find(shared.config) == before
     play_batch(shared, batch, sleepers(2))

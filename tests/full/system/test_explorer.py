@@ -14,13 +14,13 @@ import pytest
 
 import trinity_es
 from tests.helpers.runs import AT_ONCE, command, count, explored, finish_here, make_config, outcome, went_well
-from tests.helpers.systems import end, merge, scripted
+from tests.helpers.systems import merge, scripted
 from trinity_es import Explorer
 from trinity_es.config.config import load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
-from trinity_es.system import leftovers, lifecycle
+from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
 
@@ -145,12 +145,8 @@ def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody
         synchronizer={"sync_style": "trainer_driven", "max_inflight_batches": 2},
         explorer={"rollout_model": {"engine_type": "scripted", "script": {"latency_seconds": 0.1}}},
     )
-    client = None
     trained: list[Any] = []
-    lifecycle.start(config)
-    try:
-        client = trinity_es.connect(config)
-        client.wait_ready(60)
+    with trinity_es.running(config) as client:
         exploring = threading.Thread(target=lambda: explored(Explorer(config)), daemon=True)
         exploring.start()
         position = 0
@@ -166,9 +162,6 @@ def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody
         client.sync_weights(7, tmp_path / "my weights")  # numbered as the trainer likes
         assert trained == [1, 2, 3]
         assert client.status()["weights_version"] == 7
-    finally:
-        if client is not None:
-            end(client)
 
 
 def parts_of(path: Path, *modes: str) -> list[subprocess.Popen[str]]:

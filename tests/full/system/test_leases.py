@@ -24,8 +24,8 @@ from benchmarks.chaos_hosts_trainer import repeat_until_answered
 from tests.helpers.handmade import cli
 from tests.helpers.parity_rows import NewId
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
-from tests.helpers.systems import StartSystem, end, events, kill_system, pid_of, play_batch, scripted
-from trinity_es import Task, Workflow, connect
+from tests.helpers.systems import StartSystem, events, kill_system, pid_of, play_batch, scripted
+from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -181,13 +181,11 @@ def test_a_copy_of_a_run_that_is_up_releases_nothing_that_the_run_holds(
     held = [box["handle"] for box in holds(service)]
     shutil.copytree(system.config.code_path, tmp_path / "copy")
     copy = scripted(tmp_path / "copy")
-    lifecycle.start(copy)
-    with connect(copy) as client:
+    with trinity_es.running(copy) as client:
         wait_until(lambda: len(service.alive()) == 2, "the copy's own attempt to have a sandbox", 60)
         client.abort_batch(batch, reason="enough")
         wait_until(lambda: client.log.leases() == [], "every lease of the copy to be released, by its log")
         assert [box["handle"] for box in service.alive()] == held
-        end(client)
     system.abort_batch(batch, reason="enough")
     all_released(system, service)
 

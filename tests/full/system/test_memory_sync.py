@@ -76,13 +76,8 @@ def test_p34_a_checkpoint_of_what_is_in_memory_takes_its_place_and_nothing_is_le
     assert len(runs.events_of(config, "WeightsLoaded")) == 1
     client.shutdown()
     assert not shared_memory.memory_dir(config).exists()
-    lifecycle.start(config)
-    with trinity_es.connect(config) as again:
-        try:
-            again.wait_ready(60)
-            wait_until(lambda: served(again) == [1], "the runner to load the checkpoint")
-        finally:
-            again.shutdown()
+    with trinity_es.running(config) as again:
+        wait_until(lambda: served(again) == [1], "the runner to load the checkpoint")
 
 
 def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_it_is_there_again(

@@ -16,7 +16,7 @@ import trinity_es
 from tests.helpers.database_trouble import on
 from tests.helpers.faults import Server, rewind
 from tests.helpers.handmade import copied, put_back
-from tests.helpers.systems import StartSystem, end, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
+from tests.helpers.systems import StartSystem, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
 from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
 from trinity_es.client.rollout_client import RolloutClient
@@ -243,20 +243,14 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
 
 def test_a_store_that_was_removed_with_its_folder_is_new_and_one_that_was_moved_goes_on(tmp_path: Path) -> None:
     config = scripted(tmp_path / "a")
-    lifecycle.start(config)
-    with trinity_es.connect(config) as client:
-        client.wait_ready(60)
+    with trinity_es.running(config) as client:
         play(client, 1)
-        end(client)
     (tmp_path / "a").rename(tmp_path / "b")
     moved = scripted(tmp_path / "b")
     for settings in (moved, config):  # moved, and made anew where it was
-        lifecycle.start(settings)
-        with trinity_es.connect(settings) as client:
-            client.wait_ready(60)
+        with trinity_es.running(settings) as client:
             play(client, 2)
             assert client.log.verify() == []
-            end(client)
     with open_log(moved.store.url) as log:
         assert [b.batch_id for b in log.batches()] == [1, 2]
     with pytest.raises(NotRunning):
