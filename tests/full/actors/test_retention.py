@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,16 +24,29 @@ from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
 
-def trained(batch_id: BatchId, raw: str, delivered: str, step: int | None) -> tuple[str, list[ev.Event]]:
-    """A batch of one task, and the step that it was used in."""
+def played(batch_id: BatchId, kind: Any, raw: str) -> tuple[list[ev.Event], dict[str, Any]]:
+    """Events of a batch of one task that was played, and the batch's result."""
     events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[2], tasks=[{}]), finished(0, raw),
+        ev.BatchSubmitted(batch_id=batch_id, batch_type=kind, repeat_times=[2], tasks=[{}]), finished(0, raw),
     ]
     state = fold(events)
     assert state is not None
+    return events, batch_result(state)
+
+
+def trained(batch_id: BatchId, raw: str, delivered: str, step: int | None) -> tuple[str, list[ev.Event]]:
+    """A batch, and the step that it was used in."""
+    events, result = played(batch_id, "train", raw)
     ref = ev.PayloadRef(digest=delivered, first=0, count=2)
-    events += [ev.BatchFinalizing(), ev.BatchFinalized(result=batch_result(state), experiences=[ref], selected=2)]
+    events += [ev.BatchFinalizing(), ev.BatchFinalized(result=result, experiences=[ref], selected=2)]
     return batch_stream(batch_id), events + ([] if step is None else [ev.BatchTrained(step=step)])
+
+
+def collected(batch_id: BatchId, raw: str, taken: bool) -> tuple[str, list[ev.Event]]:
+    """A batch of a scheduler, which has taken its results or has not."""
+    events, result = played(batch_id, "collect", raw)
+    end: list[ev.Event] = [ev.ResultsTaken(tasks=[0], request="a"), ev.BatchFinalized(result=result)]
+    return batch_stream(batch_id), events + end * taken
 
 
 class Place:
@@ -129,19 +143,6 @@ def test_what_was_never_acknowledged_and_what_is_new_enough_stays(place: Place) 
     place.retention(2).wake()
     wait_until(lambda: place.there(*texts) == ["b", "c", "d"], "nothing else")
     assert place.freed() == [1]
-
-
-def collected(batch_id: BatchId, raw: str, taken: bool) -> tuple[str, list[ev.Event]]:
-    """A batch of a scheduler, which has taken its results or has not."""
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id=batch_id, batch_type="collect", repeat_times=[2], tasks=[{}]), finished(0, raw),
-    ]
-    state = fold(events)
-    assert state is not None
-    if taken:
-        events.append(ev.ResultsTaken(tasks=[0], request="a"))
-        events.append(ev.BatchFinalized(result=batch_result(state)))
-    return batch_stream(batch_id), events
 
 
 def test_what_a_scheduler_collected_goes_when_later_steps_are_acknowledged_and_the_rest_stays(place: Place) -> None:
