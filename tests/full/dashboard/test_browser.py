@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from benchmarks.sample_log import make
 from tests.helpers.browser import Browser, live, serving
 from tests.helpers.handmade import ROOT, finished, unit, write
+from tests.helpers.servers import free_port
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.log import EventLog, Write
@@ -45,6 +45,16 @@ def append(log: EventLog, stream: str, *events: ev.Event) -> None:
     log.append([Write(stream=stream, expected_version=version, events=events)], commit_id=f"{stream}/{version}")
 
 
+def submit(log: EventLog, batch: int) -> None:
+    one = ev.BatchSubmitted(batch_id=batch, batch_type="train", repeat_times=[1], tasks=[{}])
+    append(log, batch_stream(batch), one)
+
+
+def visit(browser: Browser, url: str) -> None:
+    browser.open(url)
+    live(browser)
+
+
 def positions(browser: Browser, css: str) -> list[int]:
     """The first cell of each row, which is a position."""
     script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)"
@@ -53,8 +63,7 @@ def positions(browser: Browser, css: str) -> list[int]:
 
 def test_the_same_by_keyboard(browser: Browser, sample: str) -> None:
     with serving(sample) as dashboard:
-        browser.open(dashboard.url)
-        live(browser)
+        visit(browser, dashboard.url)
         browser.press("?")
         browser.wait(lambda: browser.all("dialog[open]"), "the help")
         browser.press("\ue00c", "g", "b")
@@ -81,8 +90,7 @@ def test_the_same_by_keyboard(browser: Browser, sample: str) -> None:
 
 def test_moving_along_a_batchs_events_shows_what_it_was_as_of_each(browser: Browser, hand: str) -> None:
     with serving(hand) as dashboard:
-        browser.open(f"{dashboard.url}/batch?id=3")
-        live(browser)
+        visit(browser, f"{dashboard.url}/batch?id=3")
         for n, said in enumerate(["BatchSubmitted", "TasksDispatched", "AttemptFailed"], 1):
             browser.press("\ue014")
             browser.wait(lambda n=n: browser.all(f".asof[data-n='{n}']"), f"the state as of event {n}")
@@ -106,8 +114,7 @@ def test_moving_along_a_batchs_events_shows_what_it_was_as_of_each(browser: Brow
 def test_a_run_that_goes_on_changes_the_page_without_a_reload(browser: Browser, hand: str) -> None:
     stream = batch_stream("open")
     with serving(hand) as dashboard, writing(hand) as log:
-        browser.open(f"{dashboard.url}/batch?id=open")
-        live(browser)
+        visit(browser, f"{dashboard.url}/batch?id=open")
         browser.driver.execute_script("window.mark = 1")
         assert browser.text("#settled") == "0 of 2"
         browser.press("j", "j")
@@ -123,7 +130,7 @@ def test_a_run_that_goes_on_changes_the_page_without_a_reload(browser: Browser, 
         browser.click("nav a[data-go=o]")
         live(browser)
         assert browser.text("#tasks-finished") == "5 of 6"
-        append(log, batch_stream(9), ev.BatchSubmitted(batch_id=9, batch_type="train", repeat_times=[2], tasks=[{}]))
+        submit(log, 9)
         browser.wait(lambda: browser.text("#tasks-finished") == "5 of 7", "a new batch on the overview")
         browser.driver.execute_script("window.mark = document.querySelector('#chart-reward canvas')")
         assert browser.all("#chart-reward[data-points='1']")
@@ -145,8 +152,7 @@ def test_a_token_opens_the_dashboard_and_is_seen_nowhere(browser: Browser, hand:
         browser.wait(lambda: browser.path == "/", "the overview")
         live(browser)
         browser.driver.delete_all_cookies()
-        browser.open(dashboard.entrance)
-        live(browser)
+        visit(browser, dashboard.entrance)
         assert browser.path == "/"
         browser.click("nav a[data-go=b]")
         browser.wait(lambda: browser.all("tbody a"), "the list of batches")
@@ -174,14 +180,11 @@ def _end(process: subprocess.Popen[str], how: int) -> None:
 
 
 def test_a_dead_server_comes_back_and_no_event_is_missed(browser: Browser, hand: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = _start(hand, port)
     try:
         with writing(hand) as log:
-            browser.open(f"http://127.0.0.1:{port}/events")
-            live(browser)
+            visit(browser, f"http://127.0.0.1:{port}/events")
             first = log.head().position
             assert positions(browser, "#live tbody tr td:first-child")[0] == first
             append(log, batch_stream("open"), finished(0, None))
@@ -189,12 +192,10 @@ def test_a_dead_server_comes_back_and_no_event_is_missed(browser: Browser, hand:
             _end(server, signal.SIGKILL)
             browser.wait(lambda: browser.all(".dot.off"), "the page to say that the server is gone")
             for number in range(20, 50):
-                append(log, batch_stream(number), ev.BatchSubmitted(batch_id=number, batch_type="train",
-                                                                    repeat_times=[1], tasks=[{}]))
+                submit(log, number)
             server = _start(hand, port)
             live(browser)
-            append(log, batch_stream(99), ev.BatchSubmitted(batch_id=99, batch_type="train", repeat_times=[1],
-                                                            tasks=[{}]))
+            submit(log, 99)
             browser.wait(lambda: browser.text("#since") == "+32", "every event to be counted")
             browser.wait(lambda: positions(browser, "#live tbody tr td:first-child")[:1] == [first + 32], "the newest")
             assert positions(browser, "#live tbody tr td:first-child") == list(range(first + 32, 0, -1))
@@ -206,14 +207,12 @@ def test_a_dead_server_comes_back_and_no_event_is_missed(browser: Browser, hand:
 def test_a_page_says_that_the_next_server_asks_for_another_token(browser: Browser, hand: str) -> None:
     with serving(hand, token=None) as first:
         browser.open(first.entrance)
-        browser.open(f"{first.url}/batch?id=3")
-        live(browser)
+        visit(browser, f"{first.url}/batch?id=3")
         port = int(first.url.rpartition(":")[2])
     browser.wait(lambda: browser.all(".dot.off"), "the page to say that the server is gone")
     with serving(hand, token=None, port=port) as second:
         browser.wait(lambda: "a token is needed" in browser.text("h1"), "the page to ask for the token")
-        browser.open(second.entrance)
-        live(browser)
+        visit(browser, second.entrance)
 
 
 @pytest.mark.parametrize("opened", ["before the log went", "after it"])
@@ -221,8 +220,7 @@ def test_what_was_wrong_before_a_server_died_is_over_with_the_next(browser: Brow
     there, away = Path(hand), Path(hand).with_name("away")
     with serving(hand) as dashboard:
         port = int(dashboard.url.rpartition(":")[2])
-        browser.open(f"{dashboard.url}/batches")
-        live(browser)
+        visit(browser, f"{dashboard.url}/batches")
         there.rename(away)
         browser.wait(lambda: "there is no log" in browser.text("#notice"), "the notice that the log is gone")
         if opened == "after it":
@@ -247,18 +245,15 @@ def test_what_waits_is_asked_for_again_while_nothing_happens_and_what_ended_is_n
     added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": hasty})
     try:
         with serving(hand) as dashboard:
-            browser.open(dashboard.url)
-            live(browser)
+            visit(browser, dashboard.url)
             told = browser.text(".opens")
             assert "open" in told
             browser.wait(lambda: browser.text(".opens") not in ("", told), "the batch to be quiet for a while longer")
-            browser.open(f"{dashboard.url}/batch?id=open")
-            live(browser)
+            visit(browser, f"{dashboard.url}/batch?id=open")
             assert browser.text(".waits")
             browser.wait(lambda: browser.driver.execute_script(asked) > 1, "the page to ask what it waits for now")
             assert browser.text("#since") == "", "no event came"
-            browser.open(f"{dashboard.url}/batch?id=3")
-            live(browser)
+            visit(browser, f"{dashboard.url}/batch?id=3")
             browser.wait(lambda: browser.driver.execute_script("return ticks") > 5, "some turns of the clock")
             assert browser.driver.execute_script(asked) == 0
     finally:
@@ -268,8 +263,7 @@ def test_what_waits_is_asked_for_again_while_nothing_happens_and_what_ended_is_n
 def test_a_dead_runs_file_and_one_that_goes_away(browser: Browser, tmp_path: Path, path: Path) -> None:
     make(str(path), batches=3, tasks=8, payloads=False, dead=True)
     with serving(str(path)) as dashboard:
-        browser.open(dashboard.url)
-        live(browser)
+        visit(browser, dashboard.url)
         assert "no actor system runs on this store" in browser.text("table.opens")
         browser.click("table.opens td.id a")
         browser.wait(lambda: browser.path == "/batch?id=3", "the batch that was open")

@@ -5,7 +5,6 @@ meanwhile.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.helpers.client_packages import DATASETS, installed
 from tests.helpers.hub_stand_in import Hub, Repository, hub
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import ROWS, command, events_of, finish, kill_run, make_config
+from tests.helpers.servers import free_port
 from tests.helpers.taskset_reader import TasksetReader
 from trinity_es.config.config import load_config
 from trinity_es.events.values import BatchId
@@ -44,17 +44,11 @@ def variables(tmp_path_factory: pytest.TempPathFactory, served: Hub) -> dict[str
     }
 
 
-def nobody() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
 @pytest.fixture(scope="module")
 def readers(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TasksetReader]]:
     """A process with the hub, one that is told to be offline, and one whose hub does not answer; all of one cache."""
     folder, script = tmp_path_factory.mktemp("readers"), Path(__file__).parent / "open_taskset.py"
-    more = {"online": {}, "offline": {"HF_HUB_OFFLINE": "1"}, "no network": {"HF_ENDPOINT": nobody()}}
+    more = {"online": {}, "offline": {"HF_HUB_OFFLINE": "1"}, "no network": {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}}
     made = {name: TasksetReader(script, variables | given, folder / name) for name, given in more.items()}
     yield made
     for reader in made.values():
