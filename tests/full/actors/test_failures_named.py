@@ -83,17 +83,14 @@ async def played(
     return await runner.execute(task, 5, range(runs))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("logprobs", [-0.5, math.nan], "logprobs[1] is nan"),
-        ("advantages", [math.inf, 0.0], "advantages[0] is inf"),
-        ("multi_modal_inputs", {"x": np.array([math.nan])}, "multi_modal_inputs.x[0] is nan"),
-        ("reward", 1.7e308, "reward is 1.7e+308"),
-        ("metrics", {"nested": {"score": math.nan}}, "metrics.nested.score is nan"),
-        ("info", {"a": [1.0, math.inf]}, "info.a[1] is inf"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("logprobs", [-0.5, math.nan], "logprobs[1] is nan"),
+    ("advantages", [math.inf, 0.0], "advantages[0] is inf"),
+    ("multi_modal_inputs", {"x": np.array([math.nan])}, "multi_modal_inputs.x[0] is nan"),
+    ("reward", 1.7e308, "reward is 1.7e+308"),
+    ("metrics", {"nested": {"score": math.nan}}, "metrics.nested.score is nan"),
+    ("info", {"a": [1.0, math.inf]}, "info.a[1] is inf"),
+])
 @pytest.mark.parametrize("made", [True, False])
 async def test_a_non_number_fails_its_run_alone_and_is_named(made: bool, name: str, value: Any, says: str) -> None:
     done = await played(OneRun, made=made, name=name, value=value)

@@ -161,17 +161,14 @@ async def test_what_a_template_and_an_import_take_is_not_the_attempt_s_time(pool
     assert done.seconds < 1.4
 
 
-@pytest.mark.parametrize(
-    ("at_import", "kind", "says"),
-    [
-        ("if os.getpid() != RUNNER: os._exit(3)", "workflow", "exit status 3"),
-        ("import ctypes\nif os.getpid() != RUNNER: ctypes.string_at(0)", "workflow", "SIGSEGV"),
-        ("raise SystemExit(4)", "data", "SystemExit: 4"),
-        ("raise RuntimeError('no')", "data", "RuntimeError: no"),
-        ("raise KeyboardInterrupt", "workflow", "exit status 1"),
-        ("time.sleep(600)", "workflow", "took more than 3 s"),
-    ],
-)
+@pytest.mark.parametrize(("at_import", "kind", "says"), [
+    ("if os.getpid() != RUNNER: os._exit(3)", "workflow", "exit status 3"),
+    ("import ctypes\nif os.getpid() != RUNNER: ctypes.string_at(0)", "workflow", "SIGSEGV"),
+    ("raise SystemExit(4)", "data", "SystemExit: 4"),
+    ("raise RuntimeError('no')", "data", "RuntimeError: no"),
+    ("raise KeyboardInterrupt", "workflow", "exit status 1"),
+    ("time.sleep(600)", "workflow", "took more than 3 s"),
+])
 async def test_a_module_whose_import_ends_or_hangs_its_process_fails_its_unit_only(
     pool: WorkerPool, module: Module, monkeypatch: pytest.MonkeyPatch, at_import: str, kind: str, says: str
 ) -> None:
@@ -187,13 +184,10 @@ async def test_a_module_whose_import_ends_or_hangs_its_process_fails_its_unit_on
     assert first_template(pool) == template
 
 
-@pytest.mark.parametrize(
-    "at_import",
-    [
-        "import threading\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        "import socket\nS = socket.socketpair()",
-    ],
-)
+@pytest.mark.parametrize("at_import", [
+    "import threading\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "import socket\nS = socket.socketpair()",
+])
 async def test_a_module_that_leaves_what_no_fork_takes_along_is_imported_by_each_worker(
     pool: WorkerPool, module: Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, at_import: str
 ) -> None:

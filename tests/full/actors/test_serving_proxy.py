@@ -56,9 +56,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Proxy:
     return made
 
 
-async def asked(
-    proxy: Proxy, *answers: bytes | httpx.Response, engine: Any = None
-) -> tuple[httpx.Response, list[Any]]:
+async def asked(proxy: Proxy, *answers: bytes | httpx.Response, engine: Any = None) -> tuple[httpx.Response, list[Any]]:
     """Return what a client gets where the first engine answers so, and the next one so, ...; and what was recorded."""
     left = list(answers)
 

@@ -162,20 +162,17 @@ async def test_p9_can_reset_and_can_repeat(pool: WorkerPool, in_worker: bool) ->
     assert [(r.run, r.experiences, r.metrics["at_once"]) for r in done[0].results] == [(n, 1, 3) for n in (6, 7, 8)]
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "says"),
-    [
-        ("_exit", "workflow", "exit status 3"),
-        ("_exit 0", "workflow", "exit status 0"),
-        ("segfault", "workflow", "SIGSEGV"),
-        ("abort", "workflow", "SIGABRT"),
-        ("kill", "workflow", "SIGKILL"),
-        ("SystemExit", "workflow", "Ends raised SystemExit: 0"),
-        ("raise", "workflow", "RuntimeError: on purpose\nTraceback"),
-        ("nothing", "workflow", "without an experience"),
-        ("unserialisable", "data", "object"),
-    ],
-)
+@pytest.mark.parametrize(("how", "kind", "says"), [
+    ("_exit", "workflow", "exit status 3"),
+    ("_exit 0", "workflow", "exit status 0"),
+    ("segfault", "workflow", "SIGSEGV"),
+    ("abort", "workflow", "SIGABRT"),
+    ("kill", "workflow", "SIGKILL"),
+    ("SystemExit", "workflow", "Ends raised SystemExit: 0"),
+    ("raise", "workflow", "RuntimeError: on purpose\nTraceback"),
+    ("nothing", "workflow", "without an experience"),
+    ("unserialisable", "data", "object"),
+])
 async def test_an_end_fails_its_run_and_no_other(pool: WorkerPool, how: str, kind: str, says: str) -> None:
     workflows = runner(pool)
     ended, other = await asyncio.gather(played(workflows, cases.Ends, how=how), played(workflows, cases.Chats))

@@ -53,14 +53,11 @@ def wait_until_gone(pids: list[int], seconds: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("/no/such/folder", "does not exist"), ("", "does not exist"), ("./tiny", "does not exist"),
-        ("a/b/c", "does not exist"),
-        ("EMPTY", "config.json"), ("FILE", "is a file"), ("nobody/nothing", "HF_HUB_OFFLINE"),
-    ],
-)
+@pytest.mark.parametrize(("path", "why"), [
+    ("/no/such/folder", "does not exist"), ("", "does not exist"), ("./tiny", "does not exist"),
+    ("a/b/c", "does not exist"),
+    ("EMPTY", "config.json"), ("FILE", "is a file"), ("nobody/nothing", "HF_HUB_OFFLINE"),
+])
 def test_a_model_that_is_not_there_is_told_before_anything_starts(
     path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,17 +84,14 @@ class TestWrongFiles:
 
 
 class TestUrls:
-    @pytest.mark.parametrize(
-        ("written", "shown"),
-        [
-            ("run/log.db", "sqlite:///run/log.db"),
-            ("sqlite:///run/log.db", "sqlite:///run/log.db"),
-            ("sqlite:////abs/log.db", "sqlite:////abs/log.db"),
-            ("postgresql://me:s3cret@db:5432/rl", "postgresql+psycopg://me:***@db:5432/rl"),
-            ("postgres://me:s3cret@db/rl", "postgresql+psycopg://me:***@db/rl"),
-            ("postgresql+psycopg://me@db/rl?password=s3cret", "postgresql+psycopg://me@db/rl?password=***"),
-        ],
-    )
+    @pytest.mark.parametrize(("written", "shown"), [
+        ("run/log.db", "sqlite:///run/log.db"),
+        ("sqlite:///run/log.db", "sqlite:///run/log.db"),
+        ("sqlite:////abs/log.db", "sqlite:////abs/log.db"),
+        ("postgresql://me:s3cret@db:5432/rl", "postgresql+psycopg://me:***@db:5432/rl"),
+        ("postgres://me:s3cret@db/rl", "postgresql+psycopg://me:***@db/rl"),
+        ("postgresql+psycopg://me@db/rl?password=s3cret", "postgresql+psycopg://me@db/rl?password=***"),
+    ])
     def test_are_understood_as_people_write_them_and_shown_without_the_password(self, written: str, shown: str) -> None:
         assert masked(parse_url(written)) == masked(written) == shown
 

@@ -33,9 +33,7 @@ def client(system_for: StartSystem) -> RolloutClient:
     )
 
 
-def played(
-    client: RolloutClient, batch: int, tasks: list[Task], **how: Any
-) -> tuple[list[Status], list[Experience]]:
+def played(client: RolloutClient, batch: int, tasks: list[Task], **how: Any) -> tuple[list[Status], list[Experience]]:
     async def main() -> tuple[list[Status], list[Experience]]:
         async with Scheduler(client.config) as scheduler:
             scheduler.schedule(tasks, batch_id=batch)

@@ -61,16 +61,13 @@ def system(system_for: StartSystem) -> RolloutClient:
     return system_for(explorer={"max_concurrency": 3, "max_timeout": 2.0, "max_retry_times": 1})
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "says"),
-    [
-        ("sleep", "timeout", "no end after 2.0 s (max_timeout)"),
-        ("loop", "timeout", "no end after 2.0 s (max_timeout)"),
-        ("C", "timeout", "no end after 2.0 s (max_timeout)"),
-        ("_exit", "workflow", "exit status 3"),
-        ("segfault", "workflow", "SIGSEGV"),
-    ],
-)
+@pytest.mark.parametrize(("how", "kind", "says"), [
+    ("sleep", "timeout", "no end after 2.0 s (max_timeout)"),
+    ("loop", "timeout", "no end after 2.0 s (max_timeout)"),
+    ("C", "timeout", "no end after 2.0 s (max_timeout)"),
+    ("_exit", "workflow", "exit status 3"),
+    ("segfault", "workflow", "SIGSEGV"),
+])
 def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     system: RolloutClient, new_id: NewId, tmp_path: Path, how: str, kind: str, says: str
 ) -> None:
