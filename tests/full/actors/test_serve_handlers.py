@@ -102,9 +102,7 @@ class Place(LiveLog):
         return self.answered.get(id)
 
     def record(self, *messages: str, id: str = "record") -> Any:
-        rows = [
-            replace(answer(m), payload=ev.PayloadRef(digest="d", first=i, count=1)) for i, m in enumerate(messages)
-        ]
+        rows = [replace(answer(m), payload=ev.PayloadRef(digest="d", first=i, count=1)) for i, m in enumerate(messages)]
         return self.ask(id, RecordAnswers(answers=rows))
 
     def reward(self, *messages: str, reward: float = 1.0, task: str | None = None, run: int | None = None) -> Any:

@@ -250,9 +250,7 @@ def test_a_browser_that_connects_again_says_which_event_it_heard_last(hand: str)
         last = int(str(first["position"]))
         assert first["events"] == last - 3
         append(hand, "a", "b")
-        assert told(last_event_id=str(last)) == {
-            "position": last + 2, "events": 2, "streams": ["runner/a", "runner/b"]
-        }
+        assert told(last_event_id=str(last)) == {"position": last + 2, "events": 2, "streams": ["runner/a", "runner/b"]}
 
 
 # --- a log that was put back to a copy: no page shows what the server keeps of another history ------------------------

@@ -16,9 +16,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.servers import free_port
 from tests.helpers.slurm import lacks, slurm
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks()), reason=lacks())
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks()), reason=lacks())]
 SCRIPT = str(ROOT / "deploy" / "slurm.sbatch")
 
 

@@ -110,9 +110,7 @@ def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead,
     weights = make_weights(shared / "first")
     head = start_head(explorer=explorer(places=1))
     head.client.sync_weights(1, weights, timeout=60)
-    with host_joins(
-        head.url, "b", tmp_path, "--set", "hosts.weights_dir=/proc/nowhere", inside=hidden(shared)
-    ):
+    with host_joins(head.url, "b", tmp_path, "--set", "hosts.weights_dir=/proc/nowhere", inside=hidden(shared)):
         def reason() -> str:
             return next((r["reason"] for r in head.client.status()["runners"] if r["host"] == "b"), "")
 

@@ -73,9 +73,7 @@ def test_a2_a_dead_log_is_read_without_torch_vllm_or_actors(dead_log: tuple[str,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["batches"] == [
-        [1, "finalized", 6, 6], ["1/letters", "finalized", 2, 2], [2, "aborted", 2, 0],
-    ]
+    assert told["batches"] == [[1, "finalized", 6, 6], ["1/letters", "finalized", 2, 2], [2, "aborted", 2, 0]]
     assert canonical(told["final"]) == canonical(result)
     assert told["same"] is True
     assert told["middle"][0] == "running"

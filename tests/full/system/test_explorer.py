@@ -117,9 +117,7 @@ def test_a_store_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_p32_steps_of_a_period_are_submitted_without_waiting_for_each_other(tmp_path: Path) -> None:
     script = {"latency_seconds": 0.5, "rules": [{"prompt": "exam", "latency_seconds": 1.5}]}
     slow = {"engine_type": "scripted", "script": script}
-    config = explorer_config(
-        tmp_path, rows=16, synchronizer={"sync_interval": 2}, explorer={"rollout_model": slow},
-    )
+    config = explorer_config(tmp_path, rows=16, synchronizer={"sync_interval": 2}, explorer={"rollout_model": slow})
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "exam"}))  # slower than what it runs beside
     explored(Explorer(config))
     happened = []

@@ -93,9 +93,7 @@ def test_p4_p7_a_status_and_a_batch_state_say_what_came_of_it(shared: RolloutCli
     result = shared.finalize_train_batch(batch, timeout=30)
     state = shared.batch(batch)
     assert (state.batch_id, state.batch_type, state.expected_task_count, state.min_wait_num) == (batch, "train", 2, 2)
-    assert (state.completed_task_count, state.state, state.final_result) == (
-        2, BatchLifecycleState.FINALIZED, result
-    )
+    assert (state.completed_task_count, state.state, state.final_result) == (2, BatchLifecycleState.FINALIZED, result)
     assert sorted(state.statuses) == [0, 1]
     half, whole = state.statuses[0], state.statuses[1]
     assert isinstance(half, Status)

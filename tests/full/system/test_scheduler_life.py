@@ -178,9 +178,7 @@ async def test_p18_promise_2_the_coordinator_is_killed_under_takers(start_system
         for results in (await waiting, await scheduler.get_results(1), await scheduler.get_results(3)):
             assert all(status.ok for status in results[0])
             got += [(e.eid.batch, e.eid.task) for e in results[1]]
-        assert Counter(got) == {
-            **{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)},
-        }
+        assert Counter(got) == {**{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)}}
         assert set(Counter(count.read_text().splitlines()).values()) == {1}  # and nothing was run again
         assert client.log.verify() == []
 

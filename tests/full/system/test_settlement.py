@@ -59,9 +59,7 @@ def test_promise_3_a_trainer_back_at_step_k_gets_later_batches_again_and_none_is
         with pytest.raises(TimeoutError):
             again.next_batch(again.next_batch(after, timeout=10)[1], timeout=0.2)
     assert len(events(client, ev.TasksDispatched)) == dispatched + 1  # of batch 7
-    assert events(client, ev.ExperiencesRedelivered) == [
-        ev.ExperiencesRedelivered(step=2, batches=[2, "four", 5, 6])
-    ]
+    assert events(client, ev.ExperiencesRedelivered) == [ev.ExperiencesRedelivered(step=2, batches=[2, "four", 5, 6])]
     assert client.log.verify() == []
 
 
