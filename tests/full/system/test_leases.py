@@ -166,11 +166,8 @@ def test_when_everything_died_what_it_held_is_released_by_the_next_system(
     assert {box["handle"] for box in service.alive()} == held
     again = start_system()
     wait_until(lambda: not held & {box["handle"] for box in service.alive()}, "the sandboxes of the dead to end", 30)
-    holds(service, 2)
-    again.shutdown()  # in order
-    assert service.alive() == []
-    with trinity_es.open_log(again.config.store.url) as log:
-        assert log.leases() == []
+    again.abort_batch(1, reason="enough")
+    all_released(again, service)
 
 
 def test_a_copy_of_a_run_that_is_up_releases_nothing_that_the_run_holds(
@@ -188,6 +185,16 @@ def test_a_copy_of_a_run_that_is_up_releases_nothing_that_the_run_holds(
         assert [box["handle"] for box in service.alive()] == held
     system.abort_batch(batch, reason="enough")
     all_released(system, service)
+
+
+def test_a_system_stopped_in_order_releases_what_its_runs_hold(start_system: StartSystem, service: Service) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 600.0), uses(service, 600.0, AsyncUses)], batch_type="train")
+    holds(service, 2)
+    client.shutdown()
+    assert service.alive() == []
+    with trinity_es.open_log(client.config.store.url) as log:
+        assert log.leases() == []
 
 
 def test_a_release_that_fails_is_tried_again_and_told(system: RolloutClient, new_id: NewId, service: Service) -> None:
