@@ -74,7 +74,9 @@ class TestPostgres:
             write(log, "a", 0)
 
     @pytest.mark.parametrize("durability", ["process", "power"])
-    def test_no_commit_is_acknowledged_before_it_is_written(self, postgres: Callable[[], str], durability: str) -> None:
+    def test_a_commit_is_never_acknowledged_before_it_is_written(
+        self, postgres: Callable[[], str], durability: str
+    ) -> None:
         """Whatever the server's own setting is. With it off, a killed server process takes acknowledged commits."""
         url = postgres()
         with EventLog.open(url, create=True) as log, log.engine.begin() as connection:

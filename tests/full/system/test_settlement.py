@@ -33,7 +33,9 @@ def generate(client: RolloutClient, *batch_ids: BatchId) -> None:
         play_batch(client, batch_id, sleepers(3))
 
 
-def test_promise_3_a_trainer_back_at_step_k_gets_later_batches_again_and_none_is_new(start_system: StartSystem) -> None:
+def test_promise_3_a_trainer_back_at_step_k_gets_every_later_batch_again_and_nothing_is_generated_again(
+    start_system: StartSystem
+) -> None:
     client = start_system()
     generate(client, 1, 2, 3, "four", 5, 6)
     client.submit_batch(batch_id="check", tasks=sleepers(3), batch_type="eval")
