@@ -64,7 +64,6 @@ def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(path:
         ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0), finished(0, None),
     ]
     state = fold(events)
-    assert state is not None
     result = batch_result(state)
     result["metrics"]["eval/1/reward/mean@2"] += 2**-50
     write(path, [("batch/1", [*events, ev.BatchFinalized(result=result)])])

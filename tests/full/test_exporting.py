@@ -61,7 +61,6 @@ def test_every_delivered_experience_is_in_the_file_with_all_of_it(log: Path, tmp
         assert (row["run"], row["step"], row["prompt"], row["completion"]) == \
             (e.eid.run, e.eid.step, e.prompt_text, e.response_text)
         assert row["tokens"] == e.tokens.tolist()
-        assert e.action_mask is not None
         assert row["action_mask"] == e.action_mask.tolist()
         for name in ("logprobs", "advantages"):
             np.testing.assert_array_equal(np.asarray(row[name], np.float32), getattr(e, name))

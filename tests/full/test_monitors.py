@@ -156,7 +156,6 @@ def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.
         finished(0, "raw"),
     ]
     state = fold(events)
-    assert state is not None
     events.append(ev.BatchFinalized(result=batch_result(state)))
     trained = [ev.BatchTrained(step=int(batch_id), metrics={"loss": x, "rollout/reward/mean": 9.0}) for x in losses]
     return f"batch/{batch_id}", [*events, *trained]

@@ -89,7 +89,6 @@ def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
     write(path, [("weights", [ev.WeightsPublished(version=v, path="x") for v in range(5)])])
     command = [sys.executable, "-m", "trinity_es", "events", "-f", "--last", "1", "-n", "2", "--log", str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
         assert "version 4" in following.stdout.readline()
         write(path, [("weights", [ev.WeightsPublished(version=5, path="x")])])
         assert "version 5" in following.stdout.readline()

@@ -198,7 +198,6 @@ def step(number: int) -> list[ev.Event]:
         ),
     ]
     state = fold(events)
-    assert state is not None
     return [*events, ev.BatchFinalized(result=batch_result(state))]
 
 

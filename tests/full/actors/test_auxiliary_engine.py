@@ -76,7 +76,6 @@ def remote(host: Host, *names: str, **given: Any) -> RemoteEngine:
 
 def same(found: list[Experience], own: list[Experience]) -> bool:
     def plain(e: Experience) -> list[Any]:
-        assert e.logprobs is not None
         return [e.tokens.tolist(), e.prompt_length, e.logprobs.tolist(), e.response_text, e.prompt_text,
                 e.truncate_status, e.info]
 

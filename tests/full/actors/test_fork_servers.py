@@ -97,7 +97,6 @@ def runner(pool: WorkerPool, **options: Any) -> WorkflowRunner:
 
 def first_template(pool: WorkerPool) -> int:
     process = pool.templates._process
-    assert process is not None
     return process.pid
 
 

@@ -101,7 +101,6 @@ def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_wh
     place.timers.pop("finalize:waits")()
     place.turn()
     [reply] = place.replies("waits")
-    assert reply.error is not None
     assert reply.error["type"] == "FinalizeTimeout"
     assert "0 of 1 tasks" in reply.error["message"]
 
@@ -182,5 +181,4 @@ def test_a_pipeline_run_for_an_unwritten_turn_counts_for_nothing(place: Place, m
     jobs[1].done(PipelineDone({}, [], 0, 0, usable=0))
     place.turn()
     [finalized] = [r.event for r in place.log.read(stream="batch/1", types=["BatchFinalized"])]
-    assert isinstance(finalized, ev.BatchFinalized)
     assert finalized.selected == 0

@@ -57,7 +57,6 @@ def test_who_knows_nothing_and_who_was_told_here_is_not_looked_up(place: Place) 
     place.run()
     assert place.acted == ["new", "old"]
     end = place.mark_checks.log_end()
-    assert end is not None
     assert (end.position, end.hash) == (5, place.mark.hash)
     place.admit(end, "told here")
     place.admit(place.mark, "old")  # found before

@@ -166,7 +166,6 @@ def _start(path: str, port: int) -> subprocess.Popen[str]:
         cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("dashboard at"), line + process.stdout.read()
     return process
@@ -175,7 +174,6 @@ def _start(path: str, port: int) -> subprocess.Popen[str]:
 def _end(process: subprocess.Popen[str], how: int) -> None:
     process.send_signal(how)
     assert process.wait(20) is not None
-    assert process.stdout is not None
     process.stdout.close()
 
 

@@ -89,7 +89,6 @@ async def stream_of(client: httpx.AsyncClient, tail: Tail) -> tuple[int, AsyncIt
     """The position that a page shows, and the stream that it asks for, once it was answered."""
     html = (await client.get("/events")).text
     found = re.search(r'data-position="(\d+)" data-generation="(\w+)"', html)
-    assert found is not None
     position, stream = int(found[1]), messages(tail, int(found[1]), found[2])
     assert f'<output id="position">{position}</output>' in html
     assert [await anext(stream), await anext(stream)] == [b"retry: 1000\n\n", live._message("notice", {"text": ""})]
@@ -269,7 +268,6 @@ def went_on(path: Path, reward: float) -> None:
         finished(0, None, reward=reward),
     ]
     state = fold(nine)
-    assert state is not None
     nine.append(ev.BatchFinalized(result=batch_result(state), model_versions=[(round(reward * 100), 6)]))
     write(path, [
         ("system", [ev.SystemConfigured(config={"name": f"run {reward}"})]),

@@ -187,7 +187,6 @@ async def test_a_restart_command_brings_weights_into_any_server(tiny: Path, othe
     server = stand_in(tiny, tmp_path / "log", "--no-dev").start()
     script = tmp_path / "restart.sh"
     pids = tmp_path / "pid"
-    assert server.process is not None
     pids.write_text(str(server.process.pid))
     start = shlex.join([sys.executable, "-m", "tests.helpers.vllm_stand_in", "--no-dev", "--port", str(server.port)])
     script.write_text(

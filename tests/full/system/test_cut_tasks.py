@@ -72,7 +72,6 @@ def require_whole(config: Config) -> None:
         for step, rows in steps.items():
             assert len(rows) == 4 or step == max(steps)
             state = log.current(step)
-            assert state is not None
             assert {rows[n][0] for n in state.cut} == {row for row, continued in steps.get(step + 1, ()) if continued}
             experiences = read_experiences(log.payloads(), state.experiences)
             delivered.update(rows[e.eid.task][0] for e in experiences)

@@ -72,7 +72,6 @@ def test_p32_p33_the_loop_uses_every_prompt_once_and_the_cursor_is_in_the_batch_
         for recorded in log.events():
             event = recorded.event
             if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-                assert event.tasks is not None
                 used.update(t["raw_task"]["prompt"] for t in event.tasks)
                 commits[event.batch_id] = recorded.commit_id
             if isinstance(event, ev.TasksetAdvanced):

@@ -93,8 +93,6 @@ class AsksJudges(Workflow):
         self.task = task
 
     def run(self) -> list[Experience]:
-        assert self.auxiliary_models is not None
-        assert self.auxiliary_model_wrappers is not None
         [judge], [wrapper] = self.auxiliary_models, self.auxiliary_model_wrappers
         asked = [{"role": "user", "content": "how good?"}]
         said = judge.chat.completions.create(model=judge.model_path, messages=asked)
@@ -108,8 +106,6 @@ class AsksJudgesOnLoop(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        assert self.auxiliary_models is not None
-        assert self.auxiliary_model_wrappers is not None
         [judge], [wrapper] = self.auxiliary_models, self.auxiliary_model_wrappers
         said = await judge.chat.completions.create(
             model=judge.model_path, messages=[{"role": "user", "content": "how good?"}]

@@ -92,7 +92,6 @@ def test_p36_the_openai_client_chats_completes_streams_and_lists_models(served: 
     chunks = list(client.chat.completions.create(
         model=model.id, messages=HELLO, max_tokens=9, stream=True, stream_options={"include_usage": True}
     ))
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 9
     said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     [streamed] = recorded(log, chunks[0].id)

@@ -61,7 +61,6 @@ def test_a_keeper_that_ended_is_told(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": True})
     assert health.read_health(client.config)["problems"] == []
     keeper = running_system.keeper(client.config)
-    assert keeper is not None
     os.kill(keeper, signal.SIGKILL)
     wait_until(lambda: running_system.keeper(client.config) is None, "the end of the keeper")
     [problem] = health.read_health(client.config)["problems"]

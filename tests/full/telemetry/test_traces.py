@@ -52,7 +52,6 @@ def another(path: Path, batch_id: int) -> None:
         finished(0, DIGEST),
     ]
     state = fold(events)
-    assert state is not None
     write(path, [(batch_stream(batch_id), [*events, ev.BatchFinalized(result=batch_result(state))])])
 
 
@@ -85,7 +84,6 @@ def lost_twice(path: Path) -> dict[str, list[JournalPart]]:
     events += [ev.TasksDispatched(runner="runner-3", incarnation=1, units=[unit(0, 3)], model_version=5),
                finished(0, DIGEST, attempt=3)]
     state = fold(events)
-    assert state is not None
     write(path, [(batch_stream(13), [*events, ev.BatchFinalized(result=batch_result(state))])])
     paid = JournalPart(run=1, step="pay", began=0.5, ended=1.0, finish="done")
     answer = JournalPart(run=1, began=1.5, ended=2.0, tokens=20, model="m", versions=[4, 5])
