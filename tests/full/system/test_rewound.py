@@ -21,7 +21,6 @@ from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
-from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, NotRunning
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
