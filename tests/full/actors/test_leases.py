@@ -333,23 +333,14 @@ def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cl
 
 
 @pytest.mark.parametrize(("cls", "how", "says"), [
-    ("Kept", "fails", "ConnectionError: out of order"),
     ("AsyncKept", "fails", "ConnectionError: out of order"),
-    ("Kept", "hangs", "had not ended after 1 s"),
     ("AsyncKept", "hangs", "had not ended after 1 s"),
-    ("Kept", "exits", "ended with status 3"),
     ("Gone", "", "has no Gone"),
     ("Half", "", "can't be built"),
 ])
 def test_a_failing_release_is_told_and_costs_nothing_else(tmp_path: Path, cls: str, how: str, says: str) -> None:
     [error] = errors_of([lease(tmp_path, provider=f"{PROVIDERS}:{cls}", how=how)], seconds=1.0).values()
     assert says in error
-
-
-def test_one_that_hangs_keeps_no_other(tmp_path: Path) -> None:
-    hangs, ends = lease(tmp_path, "es-1", how="hangs"), lease(tmp_path, "es-2")
-    found = errors_of([hangs, ends], seconds=1.0)
-    assert found == {"es-1": "it had not ended after 1 s", "es-2": ""}
 
 
 def test_many_that_hang_keep_no_other(tmp_path: Path) -> None:

@@ -85,19 +85,6 @@ class BlocksTheLoop(Talks):
         return []
 
 
-class Restored(Talks):
-    """Tells what its history holds after it was cleared, and was not."""
-
-    async def run_async(self) -> list[Experience]:
-        ask = self.model.get_openai_async_client()
-        assert self.model.extract_experience_from_history() == []
-        await ask.completions.create(model=self.model.model_path, prompt="x")
-        kept = self.model.extract_experience_from_history(clear_history=False)
-        assert self.model.extract_experience_from_history() == kept
-        assert self.model.extract_experience_from_history() == []
-        return [self.rewarded(kept[0])]
-
-
 class Leaves(Talks):
     """Its request goes on when it is over."""
 
@@ -151,10 +138,6 @@ async def test_an_answer_has_all_that_an_experience_needs(pool: WorkerPool) -> N
     assert [e.tokens.tolist() for e in done.experiences] == [[*own.prompt_token_ids, *own.token_ids]] * 2
     assert done.experiences[0].logprobs.tolist() == pytest.approx(own.logprobs)
     assert [(r.prompt_tokens, r.response_tokens) for r in done.results] == [(6, 4), (6, 4)]
-
-
-async def test_the_history_is_cleared_when_it_is_taken_unless_asked_not_to() -> None:
-    assert (await served(Recorder(), Restored)).failures == []
 
 
 async def test_a_run_that_is_over_is_forgotten_with_its_requests() -> None:
