@@ -150,10 +150,10 @@ def test_http_has_to_be_allowed(bucket_url: str, monkeypatch: pytest.MonkeyPatch
         Objects(bucket_url, 5.0).require()
 
 
-def _doctor_on(place: str, folder: Path) -> Any:
-    """Return what `doctor` finds out about a config's place of payloads."""
+def _doctor_on(place: str, folder: Path, key: str = "payloads") -> Any:
+    """Return what `doctor` finds out about a config's place of payloads, or (`key` is `url`) a log's."""
     config = folder / "config.yaml"
-    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{payloads: '{place}'}}\n")
+    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{{key}: '{place}'}}\n")
     done = cli("doctor", config, "--json")
     [found] = [f for f in json.loads(done.stdout)["findings"] if f["what"] == "payloads"]
     assert done.exit_code == (found["verdict"] != "ok")
@@ -179,11 +179,7 @@ def test_doctor_names_what_is_wrong_with_a_place(
 
 def test_doctor_looks_at_the_place_that_the_log_records(url: str, bucket_url: str, tmp_path: Path) -> None:
     settle_place(url, bucket_url)
-    config = tmp_path / "config.yaml"
-    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{url: '{url}'}}\n")
-    findings = json.loads(cli("doctor", config, "--json").stdout)["findings"]
-    [found] = [f for f in findings if f["what"] == "payloads"]
-    assert recorded_place(url, patience=1.0) in found["told"]
+    assert recorded_place(url, patience=1.0) in _doctor_on(url, tmp_path, "url")["told"]
 
 
 def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.MonkeyPatch, own_s3: S3Server) -> None:
