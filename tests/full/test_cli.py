@@ -228,6 +228,23 @@ def test_a_command_starts_without_what_it_does_not_need(command: list[str], neve
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
 
 
+@pytest.mark.parametrize(("imported", "never", "seconds"), [
+    (["events.codec", "events.store.log", "events.store.payloads.payloads"],
+     ["torch", "vllm", "thespian", "psycopg", "pydantic", "numpy"], 10),
+    (["actors.engines.interface", "actors.engines.vllm.engine", "actors.rollout.model"],
+     ["vllm", "torch", "transformers"], 60),
+    (["workflows.math_rewards", "workflows.math_workflows"], ["math_verify", "sympy"], 60),  # graders import them
+    (["projections.reading.log_reader", "actors.runner.actor", "client.rollout_client"],
+     ["fastapi", "starlette", "uvicorn", "openai"], 60),
+])
+def test_an_import_brings_nothing_that_few_need(imported: list[str], never: list[str], seconds: float) -> None:
+    modules = ", ".join(f"trinity_es.{module}" for module in imported)
+    code = f"import sys, {modules}; trinity_es.open_log; print([m for m in {never} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+                          timeout=seconds)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_after_a_command_that_trained_nothing_is_said_of_what_torch_leaves() -> None:
     """Triton counts at its end what the last look for garbage has not found, in fifty lines."""
     pytest.importorskip("triton")
