@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -137,12 +138,6 @@ class TestFullDisk:
         with EventLog.open(str(tmp_path / "log.db")) as log:
             assert [r.commit_id for r in log.read()] == [f"c{i}" for i in range(int(child.stdout))]
             assert log.verify() == []
-
-
-def _pragma(log: EventLog, pragma: str) -> int:
-    """On the connection that the log writes with: the only one in its pool."""
-    with log.engine.connect() as connection:
-        return int(connection.execute(text(f"PRAGMA {pragma}")).scalar_one())
 
 
 class TestOtherWriters:
@@ -302,8 +297,8 @@ class TestALogThatLostWhatItHad:
 
 
 @pytest.mark.parametrize(("durability", "setting"), [("process", 1), ("power", 2)])
-def test_durability_on_sqlite_is_whether_a_commit_is_synced(tmp_path: Path, durability: str, setting: int) -> None:
-    with EventLog.open(str(tmp_path / "log.db"), create=True, durability=durability) as log:  # type: ignore[arg-type]  # a str of the parametrize
-        assert _pragma(log, "synchronous") == setting
-        with log.engine.connect() as connection:
-            assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+def test_durability_on_sqlite_is_whether_a_commit_is_synced(tmp_path: Path, durability: Any, setting: int) -> None:
+    url = str(tmp_path / "log.db")  # its pool has one connection: the one that it writes with
+    with EventLog.open(url, create=True, durability=durability) as log, log.engine.connect() as connection:
+        assert connection.execute(text("PRAGMA synchronous")).scalar_one() == setting
+        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -152,10 +151,6 @@ def test_a_server_that_is_killed_and_comes_back_with_old_weights_serves_none_of_
     assert sum(line["tokens"] for line in old) <= 4, "but for the first look at the one that came back"
 
 
-def _finished(client: RolloutClient, most: int) -> bool:
-    return sum(servers.runs_by(client, 1).values()) > most
-
-
 def test_a_server_that_ends_twice_in_a_batch_fails_no_task_though_none_is_attempted_again(
     start_system: StartSystem, three: list[servers.ServerProcess], tiny: Path
 ) -> None:
@@ -163,7 +158,7 @@ def test_a_server_that_ends_twice_in_a_batch_fails_no_task_though_none_is_attemp
     client = start_system(explorer=servers.over_http(tiny, urls=[server.url]) | {"max_retry_times": 0})
     client.submit_batch(batch_id=1, tasks=servers.letters(40), batch_type="train")
     for most in (8, 16):
-        wait_until(partial(_finished, client, most), "some to be finished", 60)
+        wait_until(lambda most=most: sum(servers.runs_by(client, 1).values()) > most, "some to be finished", 60)
         server.kill()
         server.start()
     result = client.finalize_train_batch(1, timeout=120)
