@@ -13,6 +13,7 @@ from urllib.request import proxy_bypass_environment
 import httpx
 import pytest
 
+from tests.helpers.endpoint import until
 from tests.helpers.servers import free_port
 from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
 from trinity_es.actors.server_addresses import no_proxy_variables
@@ -153,11 +154,7 @@ async def test_an_answer_without_end_and_one_that_is_compressed_are_refused_and_
             await http.get(f"{url}/x?key=secret")
         with pytest.raises(EngineError, match=r"more than 100,000 bytes"):
             await http.get(f"{url}/x", extensions=size_limit(100_000))
-        for _ in range(500):
-            if ended == 2:
-                break
-            await asyncio.sleep(0.01)
-        assert ended == 2
+        await until(lambda: ended == 2, "both connections to be closed")
 
 
 async def test_a_stream_arrives_as_it_is_sent_and_one_that_is_left_is_closed() -> None:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.helpers.endpoint import until
 from tests.helpers.lease_providers import ASKED, LATE, RELEASED
 from trinity_es import Experience, Task, Workflow
 from trinity_es.actors.engines.interface import Engine, EngineConfig
@@ -95,8 +96,7 @@ async def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) ->
     told = Told()
     told.late = True
     entering = asyncio.ensure_future(lease(told, tmp_path).__aenter__())
-    while not told.waiting:
-        await asyncio.sleep(0.01)
+    await until(lambda: told.waiting, "it to ask")
     await asyncio.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
     told.waiting[0].set_result(None)
@@ -183,9 +183,7 @@ def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handl
     async def work() -> None:
         entering = asyncio.ensure_future(wanted.__aenter__())
         if why == "its run is cancelled":
-            async with asyncio.timeout(30):
-                while wanted.key not in ASKED:
-                    await asyncio.sleep(0.01)
+            await until(lambda: wanted.key in ASKED, "its provider to be asked")
             entering.cancel()
         with pytest.raises((StartupError, asyncio.CancelledError)):
             await entering

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tests.helpers.endpoint import until
 from tests.helpers.http_engines import EIGHT
 from tests.helpers.vllm_stand_in import StandIn
 from trinity_es.actors.engines.http import engine as http_engine
@@ -98,12 +99,6 @@ def unmet(server: Wrong, model: Path) -> HTTPEngine:
     engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": "http://a:1"}))
     engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
     return engine
-
-
-async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
@@ -280,8 +275,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     monkeypatch.setattr(VLLMServer, "is_paused", look)
     await engine.server.ask("POST", "/pause", mode=mode)
     asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
-    while looked < 20:
-        await asyncio.sleep(0.01)
+    await until(lambda: looked >= 20, "looks for the end of the pause")
     assert not await engine._test_server(), "a pause tells nothing of what the server can"
     assert engine.dead is None
     assert not any(request.done() for request in asked)
@@ -312,8 +306,7 @@ async def test_a_server_that_answers_others_and_takes_nothing_new_goes_on(server
     for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
         engine._last_answer_at = float("-inf")  # it has answered nobody for long
         asked, server.asked = asyncio.create_task(_all_of(engine, others)), 0
-        while not server.asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.asked, "the request")
         server.wrong = {"status": 503}
         with pytest.raises(EngineError, match="answered 503") as failed:
             await engine.generate([BAD], EIGHT)
@@ -377,7 +370,7 @@ async def test_an_engine_waits_for_what_keeps_it_from_its_server(tiny: Path, mon
     monkeypatch.setattr(VLLMServer, "start_time", nothing)
     engine = unmet(LosesLabels(tiny), tiny)
     starting = asyncio.create_task(engine.start())
-    await until(lambda: engine.waits_for or starting.done())
+    await until(lambda: engine.waits_for or starting.done(), "what it waits for")
     for _ in range(50):
         assert "http://a:1 does not keep the label" in engine.waits_for, "between two meetings, too"
         await asyncio.sleep(0.002)
@@ -391,7 +384,7 @@ async def test_a_server_that_never_answers_is_named_meanwhile(tiny: Path, monkey
     server.args.latency = 3600.0
     engine = unmet(server, tiny)
     starting = asyncio.create_task(engine.start())
-    await until(lambda: engine.waits_for or starting.done())
+    await until(lambda: engine.waits_for or starting.done(), "what it waits for")
     assert re.match(r"an answer of http://a:1: it has 1 request, and has answered none since 20", engine.waits_for)
     server.args.latency = 0.0
     await cancelled(starting)
@@ -411,17 +404,17 @@ async def test_a_pause_by_somebody_else_and_a_server_that_answers_nobody_are_tol
     await engine.start()
     await engine.server.ask("POST", "/pause", mode="keep")
     asked = asyncio.create_task(engine.generate([5], EIGHT))
-    await until(lambda: engine.runs_wait)
+    await until(lambda: engine.runs_wait, "the pause to be told")
     assert "its requests wait for the end of a pause of http://a:1 " in engine.runs_wait
     assert "POST http://a:1/resume ends it" in engine.runs_wait
     await engine.server.resume()
     await asked
-    await until(lambda: not engine.runs_wait and not engine.waits_for)
+    await until(lambda: not engine.runs_wait and not engine.waits_for, "its end to be told")
     server.args.latency = 3600.0
     asked = asyncio.create_task(engine.generate([5], EIGHT))
-    await until(lambda: engine.waits_for)
+    await until(lambda: engine.waits_for, "the silence to be told")
     assert "an answer of http://a:1: it has 1 request, and has answered none since" in engine.waits_for
     assert engine.runs_wait == "", "nothing is known to be wrong with it"
     await cancelled(asked)
-    await until(lambda: not engine.waits_for)
+    await until(lambda: not engine.waits_for, "its end to be told")
     await engine.stop()
