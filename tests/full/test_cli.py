@@ -12,13 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.helpers.handmade import ROOT, cli, finished, history, unit, write
 from tests.helpers.systems import scripted
+from tests.helpers.timed_logs import told
 from trinity_es.cli import app, cli_docs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import StartupError
@@ -47,12 +47,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def told(*args: object) -> Any:
-    done = cli(*args, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
-
-
 # --- the answers ----------------------------------------------------------------------------------------------------
 def test_show_is_short_for_a_large_batch_unless_asked_for_all(path: Path) -> None:
     many = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 100, tasks=[{}] * 100)
@@ -70,7 +64,6 @@ def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(path:
         ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0), finished(0, None),
     ]
     state = fold(events)
-    assert state is not None
     result = batch_result(state)
     result["metrics"]["eval/1/reward/mean@2"] += 2**-50
     write(path, [("batch/1", [*events, ev.BatchFinalized(result=result)])])
@@ -102,17 +95,13 @@ def test_down_where_nothing_runs_is_fine(log: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "verdict"), [(1024, "note"), (40, "wrong")])
-def test_doctor_says_when_a_process_may_open_few_files(
-    most: int, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_warns_of_too_few_open_files(most: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, most))
     [found] = [f for f in json.loads(cli("doctor", "--json").output)["findings"] if f["what"] == "open files"]
     assert (found["verdict"], f"{most} at most" in found["told"], "nofile" in found["way_out"]) == (verdict, True, True)
 
 
-def test_a_system_is_not_started_where_its_processes_may_open_too_few_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_is_not_started_where_too_few_files_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
     with pytest.raises(StartupError, match=r"may open 40 files here, .* need 128 or more: raise the hard limit"):
         lifecycle.start(scripted(tmp_path))
@@ -132,13 +121,6 @@ def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -
 
 
 # --- wrong use ------------------------------------------------------------------------------------------------------
-def test_the_newest_run_may_lie_right_below_runs(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "trl").mkdir(parents=True)
-    (tmp_path / "runs" / "trl" / "log.sqlite").write_bytes(log.read_bytes())
-    assert "log: runs/trl/log.sqlite (the newest run here" in cli("status").stderr
-
-
 @pytest.mark.parametrize("command", ON_A_LOG, ids=lambda c: c[0])
 @pytest.mark.parametrize("what", ["missing", "text", "empty", "database", "folder"])
 def test_what_is_not_a_log_is_refused_by_every_command(tmp_path: Path, command: list[str], what: str) -> None:
@@ -179,16 +161,17 @@ def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
 
 
 # --- which log ------------------------------------------------------------------------------------------------------
-def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Path) -> None:
-    for age, place in ((100, "runs/p/old"), (50, "runs/demo-1/runs/letters/first"), (200, "runs/p/older")):
+@pytest.mark.parametrize("newest", ["runs", "runs/trl", "runs/demo-1/runs/letters/first"])
+def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Path, newest: str) -> None:
+    for age, place in ((100, "runs/p/old"), (50, newest), (200, "runs/p/older")):
         path = tmp_path / place / "log.sqlite"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
         for file in path.parent.glob("log.sqlite*"):
             os.utime(file, (time.time() - age, time.time() - age))
     done = cli("events", "--json", cwd=tmp_path)
     assert done.exit_code == 0, done.output
-    assert "runs/demo-1/runs/letters/first/log.sqlite" in done.stderr
+    assert f"log: {newest}/log.sqlite (the newest run here" in done.stderr
     assert json.loads(done.stdout)["type"] == "WeightsPublished"
 
 
@@ -243,6 +226,23 @@ def test_a_command_starts_without_what_it_does_not_need(command: list[str], neve
     done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments), json.dumps(never)], cwd=ROOT,
                           capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(("imported", "never", "seconds"), [
+    (["events.codec", "events.store.log", "events.store.payloads.payloads"],
+     ["torch", "vllm", "thespian", "psycopg", "pydantic", "numpy"], 10),
+    (["actors.engines.interface", "actors.engines.vllm.engine", "actors.rollout.model"],
+     ["vllm", "torch", "transformers"], 60),
+    (["workflows.math_rewards", "workflows.math_workflows"], ["math_verify", "sympy"], 60),  # graders import them
+    (["projections.reading.log_reader", "actors.runner.actor", "client.rollout_client"],
+     ["fastapi", "starlette", "uvicorn", "openai"], 60),
+])
+def test_an_import_brings_nothing_that_few_need(imported: list[str], never: list[str], seconds: float) -> None:
+    modules = ", ".join(f"trinity_es.{module}" for module in imported)
+    code = f"import sys, {modules}; trinity_es.open_log; print([m for m in {never} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+                          timeout=seconds)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_after_a_command_that_trained_nothing_is_said_of_what_torch_leaves() -> None:
@@ -305,9 +305,7 @@ def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path
 @pytest.mark.parametrize(("free", "engine", "verdict"), [
     (64, "vllm", "wrong"), (64, "scripted", "note"), (512, "vllm", "note"), (4096, "vllm", "ok"),
 ])
-def test_doctor_looks_at_shared_memory(
-    free: int, engine: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_sees_shm(free: int, engine: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: (
         type(usage("/"))(free << 20, 0, free << 20) if str(path) == "/dev/shm" else usage(path)))

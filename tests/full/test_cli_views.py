@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from benchmarks.sample_log import make
 from tests.helpers.handmade import ROOT, cli, history, unit, write
+from trinity_es.cli.render import batch_tables, runners_weights_usage
 from trinity_es.config.config import Config
 from trinity_es.environments import installs
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.store.payloads.payloads import open_payloads
-from trinity_es.events.values import batch_stream, local_time
+from trinity_es.events.values import BatchId, batch_stream, local_time
+from trinity_es.projections.history import attempts
 from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.tables.runner_history import natural_key
 from trinity_es.run import single_task
+from trinity_es.safe_text import batch_named
 from trinity_es.system import running_system
 
 
@@ -30,9 +37,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_handed_in_after_the_shown_tasks_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, read = tmp_path / "log.sqlite", list[int]()
     first = ev.BatchSubmitted(batch_id=1, batch_type="collect", repeat_times=[1] * 40, tasks=[{}] * 40)
     write(path, [("batch/1", [first, ev.TasksAdded(repeat_times=[1] * 5, tasks=[{}] * 5)])])
@@ -78,9 +83,7 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     assert cli("why", "--log", path).stdout == done.stdout.splitlines()[-1] + "\n", "it says as much as status"
 
 
-def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
-    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_only_log_in_the_folder_is_found(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.db").write_bytes(b"no log")
     (tmp_path / "mine.sqlite").write_bytes(log.read_bytes())
@@ -190,7 +193,96 @@ def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(pa
     assert "restart-runner" not in told, "nothing runs"
 
 
-def test_a_log_right_under_runs_is_found(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    of_trl(tmp_path / "runs" / "log.sqlite", *FINALIZED)
-    assert "1/trl-train-0" in cli("batches", cwd=tmp_path).stdout
+# --- names of batches -------------------------------------------------------------------------------------------------
+IDS: list[BatchId] = [2, "0002", "2", 7, "-0", "оценка ä€😀"]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("log") / "log.sqlite"
+    write(file, [(batch_stream(i), [ev.BatchSubmitted(batch_id=i, batch_type="train", repeat_times=[1])]) for i in IDS])
+    return file
+
+
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("2", 2), ("'2'", "2"), ("0002", "0002"), ("'0002'", "0002"), ("7", 7), ("-0", "-0"), ("007", None), ("+7", None),
+    ("оценка ä€😀", "оценка ä€😀"),
+])
+def test_a_number_is_one_as_it_is_written(named: Path, typed: str, meant: BatchId | None) -> None:
+    with open_log(str(named)) as log:
+        assert batch_named(log, typed) == meant
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_what_an_output_has_no_letters_for_is_printed_by_number(named: Path, encoding: str) -> None:
+    def run(*args: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "trinity_es", *args, "--log", str(named)], capture_output=True, check=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding})
+        return done.stdout.decode(encoding)
+
+    assert "\\u043e\\u0446\\u0435\\u043d\\u043a\\u0430" in run("batches")
+    assert [row["batch_id"] for row in json.loads(run("batches", "--json"))][-1] == IDS[-1]
+    assert json.loads(run("events", "--json").splitlines()[-1])["data"]["batch_id"] == IDS[-1]
+
+
+# --- tables as a terminal, a pipe and a file get them -----------------------------------------------------------------
+LONG = "experiment-" + "a-long-name/" * 15 + "end"
+
+
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("dead") / "log.sqlite")
+    make(path, batches=14, tasks=24, runs=4, seed=3, dead=True, payloads=False)
+    return path
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: str, width: int) -> None:
+    out = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    with open_log(dead) as log:
+        rows, lives = log.batches(), log.runner_lives()
+        batch_tables.print_batches(out, rows)
+        runners_weights_usage.print_runners(out, lives)
+        runners_weights_usage.print_lives(out, lives)
+        runners_weights_usage.print_weights(out, log.weights(), log.deliveries_by_version(), 0)
+        batch_tables.print_timeline(out, attempts.fold_timeline(log.events(4)), [], None)
+    text = out.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert ("too narrow here for " in text) == (width < 200)
+    four = next(line.split() for line in text.splitlines() if line.startswith("4 "))
+    assert f"{rows[3].reward:.3f}" in four
+
+
+def test_in_a_pipe_a_long_id_takes_no_column_away(path: Path) -> None:
+    write(path, [(batch_stream(LONG), [
+        ev.BatchSubmitted(batch_id=LONG, batch_type="eval", repeat_times=[2], tasks=[{}])])])
+    text = cli("batches", "--log", path).stdout
+    assert LONG in text
+    assert text.split("\n")[1].split()[1:5] == ["eval", "running", "1", "0"]
+    assert "too narrow" not in text
+
+
+def test_runners_of_a_system_that_is_gone_are_not_running(dead: str) -> None:
+    *lines, note = cli("runners", "--log", dead).stdout.splitlines()
+    assert [line.split()[1] for line in lines[1:]] == ["gone"] * 4
+    assert note.startswith("gone: the whole system ended unseen")
+    assert "gone" in cli("runners", "runner-1", "--log", dead).stdout
+    hows = {life["how"] for life in json.loads(cli("runners", "--json", "--log", dead).stdout)}
+    assert ("gone" in hows, "running" in hows) == (True, False)
+
+
+def test_names_are_in_the_order_of_their_numbers() -> None:
+    names = ["runner-10", "runner-2", "2", "judge", "runner-1", "runner", "runner-2b"]
+    assert sorted(names, key=natural_key) == ["2", "judge", "runner", "runner-1", "runner-2", "runner-2b", "runner-10"]
+
+
+def test_a_long_list_of_weights_says_how_many_it_leaves_out(path: Path) -> None:
+    versions = range(1, runners_weights_usage.MAX_ROWS + 8)
+    write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in versions])])
+    text = cli("weights", "--log", path).stdout
+    lines = [line for line in text.splitlines() if line[:7].strip().isdecimal()]
+    assert [lines[0].split()[0], lines[-1].split()[0]] == ["8", str(runners_weights_usage.MAX_ROWS + 7)]
+    assert "7 before them: --json has all" in text
+    assert len(json.loads(cli("weights", "--log", path, "--json").stdout)) == runners_weights_usage.MAX_ROWS + 7

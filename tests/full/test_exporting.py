@@ -61,7 +61,6 @@ def test_every_delivered_experience_is_in_the_file_with_all_of_it(log: Path, tmp
         assert (row["run"], row["step"], row["prompt"], row["completion"]) == \
             (e.eid.run, e.eid.step, e.prompt_text, e.response_text)
         assert row["tokens"] == e.tokens.tolist()
-        assert e.action_mask is not None
         assert row["action_mask"] == e.action_mask.tolist()
         for name in ("logprobs", "advantages"):
             np.testing.assert_array_equal(np.asarray(row[name], np.float32), getattr(e, name))
@@ -78,11 +77,16 @@ def test_what_runners_made_of_a_batch_that_goes_on_can_be_had_too(log: Path, tmp
     assert made > 0
 
 
-def test_text_that_was_not_kept_is_null_and_the_span_is_the_events(tmp_path: Path) -> None:
-    path, file = tmp_path / "log.sqlite", tmp_path / "out.jsonl"
+def with_experiences(folder: Path) -> Path:
+    path = folder / "log.sqlite"
     made = [Experience(eid=EID(batch=3, task=i // 2, run=i % 2, suffix=str(i)), tokens=[1, 2], prompt_length=1)
             for i in range(4)]
     write(path, history(open_payloads(str(path), durability="process").put(Experience.serialize_many(made))))
+    return path
+
+
+def test_text_that_was_not_kept_is_null_and_the_span_is_the_events(tmp_path: Path) -> None:
+    path, file = with_experiences(tmp_path), tmp_path / "out.jsonl"
     exported(path, 3, "--experiences", file)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["eid"] for row in rows] == ["3/0/0/0/0", "3/0/1/0/1", "3/1/0/0/2", "3/1/1/0/3"]
@@ -91,10 +95,7 @@ def test_text_that_was_not_kept_is_null_and_the_span_is_the_events(tmp_path: Pat
 
 
 def test_what_was_delivered_before_a_batch_id_was_submitted_again_is_in_the_file_too(tmp_path: Path) -> None:
-    path, file = tmp_path / "log.sqlite", tmp_path / "out.jsonl"
-    made = [Experience(eid=EID(batch=3, task=i // 2, run=i % 2, suffix=str(i)), tokens=[1, 2], prompt_length=1)
-            for i in range(4)]
-    write(path, history(open_payloads(str(path), durability="process").put(Experience.serialize_many(made))))
+    path, file = with_experiences(tmp_path), tmp_path / "out.jsonl"
     again = ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2], tasks=[{}])
     write(path, [(batch_stream(3), [again])])
     for chosen in ((), (3,)):

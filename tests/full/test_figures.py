@@ -232,9 +232,7 @@ def test_weights(path: Path, events: list[Event]) -> None:
             if e.type == kind and e.data["version"] == v]
 
 
-def test_metrics_for_prometheus_and_the_first_page(
-    log: Log, path: Path, events: list[Event], batches: dict[str, Batch]
-) -> None:
+def test_prometheus_and_the_first_page(log: Log, path: Path, events: list[Event], batches: dict[str, Batch]) -> None:
     found = {(s.name, *sorted(s.labels.values())): s.value for family in text_string_to_metric_families(
         prometheus_text(log, now=events[-1].at + 5).decode()) for s in family.samples}
     states, failures = Counter[str](), Counter[str]()
@@ -288,7 +286,6 @@ def test_metrics_for_prometheus_and_the_first_page(
 
 
 def plain(html: str) -> str:
-    """The text of a page."""
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
 
 

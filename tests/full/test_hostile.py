@@ -13,11 +13,11 @@ import pytest
 from benchmarks.sample_log import make
 from benchmarks.sample_run import HOSTILE
 from tests.helpers.handmade import cli, write
+from tests.helpers.timed_logs import long_batch
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent
-from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.experiences import read_experiences
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.safe_text import harmless_json, plain
 
@@ -38,23 +38,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose every text is hostile, and a batch with texts of a megabyte."""
     path = tmp_path_factory.mktemp("hostile") / "log.sqlite"
     make(str(path), batches=10, tasks=6, seed=1, hostile=True, dead=True)
-    made = [Experience(eid=EID(batch="long", task=0, run=run, suffix=str(run)), tokens=[1, 2], prompt_length=1,
-                       response_text=LONG if run == 0 else "short") for run in range(2)]
-    digest = open_payloads(str(path), durability="process").put(Experience.serialize_many(made))
-    failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
-                              kind="workflow", message=LONG, retry=True)
-    write(path, [("batch/long", [
-        ev.BatchSubmitted(batch_id="long", batch_type="train", repeat_times=[2], max_attempts=2,
-                          tasks=[{"raw_task": {"prompt": LONG}, "index": {"taskset": LONG[:5000], "index": 0}}]),
-        ev.TasksDispatched(runner="runner-0", incarnation=1, model_version=4,
-                           units=[ev.Unit(task=0, run_id_base=0, runs=2, attempt=1)]), failed,
-        ev.TasksDispatched(runner="runner-0", incarnation=1, model_version=4,
-                           units=[ev.Unit(task=0, run_id_base=0, runs=2, attempt=2)]),
-        ev.StallDetected(waiting_on=LONG, since=1.0),
-        ev.TaskFinished(task=0, run_id_base=0, attempt=2, runner="runner-0", incarnation=1, seconds=1.0,
-                        runs=[ev.RunResult(run=r, metrics={"reward": 0.5}) for r in range(2)], model_version=4,
-                        model_version_end=4, payload=ev.PayloadRef(digest=digest, first=0, count=2)),
-    ])])
+    write(path, [("batch/long", long_batch(str(path), LONG))])
     return path
 
 

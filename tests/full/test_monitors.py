@@ -35,8 +35,6 @@ HERE = "tests.full.test_monitors"
 
 
 class Mine:
-    """A monitor of a user's own."""
-
     made: list[Mine] = []  # noqa: RUF012  # shared on purpose: the test finds it here
 
     def __init__(self, fails: bool = False, hangs: bool = False) -> None:
@@ -78,7 +76,6 @@ def told(conf: Config, *rows: tuple[Any, ...], after: float | None = None) -> No
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
-    """Have this package be a stub."""
     module = ModuleType(name)
     vars(module).update(attributes)
     monkeypatch.setitem(sys.modules, name, module)
@@ -161,7 +158,6 @@ def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.
         finished(0, "raw"),
     ]
     state = fold(events)
-    assert state is not None
     events.append(ev.BatchFinalized(result=batch_result(state)))
     trained = [ev.BatchTrained(step=int(batch_id), metrics={"loss": x, "rollout/reward/mean": 9.0}) for x in losses]
     return f"batch/{batch_id}", [*events, *trained]
@@ -260,9 +256,7 @@ def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio", "swanlab"])
-def test_p37_a_service_has_one_run_for_all_lives(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p37_a_service_has_one_run_for_all_lives(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb drops what comes with a step before its newest, as evals do: it gets ours as a metric, the x axis of all.
     """
     began: list[dict[str, Any]] = []
@@ -356,9 +350,7 @@ def test_p37_mlflow_has_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
-def test_p37_a_missing_package_is_named_with_its_extra(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p37_a_missing_package_is_named_by_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [m for m in sys.modules if m.partition(".")[0] == name] or [name]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"pip install 'trinity-es\[{name}\]'"):
@@ -378,9 +370,7 @@ def test_p37_a_monitor_that_can_not_work_is_refused_at_the_start(
         Monitors(config(tmp_path, *types, **args))
 
 
-def test_p37_a_monitor_that_fails_is_named_once_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_p37_a_failing_monitor_is_named_and_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     conf = config(tmp_path, f"{HERE}:Mine", "tensorboard", Mine={"fails": True})
     told(conf, *(({"a/b": 1.0}, step) for step in (1, 2, 3)))
     assert [message for message in caplog.messages if "the server is away" in message] == [
@@ -404,9 +394,7 @@ def test_p37_a_monitor_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
     assert [step for step, _ in mine.rows] == [1, 2, 3]
 
 
-def test_p37_a_metrics_file_that_can_not_be_written_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_p37_a_metrics_file_that_fails_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     conf = config(tmp_path)
     (Path(conf.run_dir) / "metrics.jsonl").mkdir(parents=True)
     told(conf, ({"a/b": 1.0}, 1))

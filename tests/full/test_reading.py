@@ -8,19 +8,17 @@ import os
 import pty
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.sample_log import make
-from benchmarks.sample_run import TimedLog
 from tests.helpers.handmade import ROOT, cli, history, unit, write
+from tests.helpers.timed_logs import told, write_at
 from trinity_es.cli.commands.events import _Selection
 from trinity_es.dashboard.rendering import clock, moment
 from trinity_es.events import vocabulary as ev
@@ -31,12 +29,6 @@ from trinity_es.events.store.records.log_values import Recorded
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
-
-
-def told(*args: object, code: int = 0) -> Any:
-    done = cli(*args, "--json")
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +67,7 @@ def test_a_payload_that_is_gone_is_named(log: Path, path: Path) -> None:
 
 # --- events ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_comes_while_the_last_events_are_read_is_printed_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_what_comes_during_the_reading_is_printed_once(path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     write(path, history("d" * 64))
     with open_log(str(path)) as opened:
         end = opened.head().position
@@ -99,7 +89,6 @@ def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
     write(path, [("weights", [ev.WeightsPublished(version=v, path="x") for v in range(5)])])
     command = [sys.executable, "-m", "trinity_es", "events", "-f", "--last", "1", "-n", "2", "--log", str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
         assert "version 4" in following.stdout.readline()
         write(path, [("weights", [ev.WeightsPublished(version=5, path="x")])])
         assert "version 5" in following.stdout.readline()
@@ -107,16 +96,15 @@ def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
 
 
 # --- replay, diff, runners ------------------------------------------------------------------------------------------
+def write_batch(path: Path, submitted: float, dispatched: float) -> None:
+    batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}])
+    sent = ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0)
+    write_at(path, [(submitted, "batch/1", batch), (dispatched, "batch/1", sent)])
+
+
 def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_nearer(path: Path) -> None:
     evening = datetime(2026, 3, 1, 23, 50).timestamp()
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
-        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
-    ]
-    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
-        for number, (event, at) in enumerate(zip(events, (evening, evening + 1200), strict=True)):
-            log.times = [at]
-            log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
+    write_batch(path, evening, evening + 1200)
     for at, running in (("23:55:00", 0), ("00:05:00", 0), ("00:10:00", 1), ("00:11:00", 1)):
         assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
     for at in ("23:49:00", "13:00:00"):  # nearer to its beginning than to its end
@@ -124,15 +112,8 @@ def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_
 
 
 def test_an_hour_that_comes_twice_is_asked_for_with_its_offset(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
-        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
-    ]
     summer = datetime(2026, 10, 25, 0, 20, tzinfo=UTC).timestamp()  # 02:20+02:00; an hour later it is 02:20+01:00
-    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
-        for number, (event, at) in enumerate(zip(events, (summer, summer + 3600), strict=True)):
-            log.times = [at]
-            log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
+    write_batch(path, summer, summer + 3600)
     monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
     time.tzset()
     try:
@@ -284,21 +265,6 @@ def test_a_time_of_day_without_a_batch_is_of_the_log_s_last_day(path: Path, comm
     assert done.exit_code == 2
     assert "--since" in done.output
     assert cli("events", "--after", 10**20, "--log", path).exit_code == 2
-
-
-def test_tables_of_an_older_release_are_named_as_that(path: Path) -> None:
-    make(str(path), batches=2, tasks=2, payloads=False)
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'")
-        database.execute("DROP TABLE rm_batch")
-    done = cli("batches", "--log", path)
-    assert done.exit_code == 2
-    assert "older release" in done.output
-    told = json.loads(cli("verify", "--json", "--log", path).output)["problems"]
-    assert len(told) == 1
-    assert "older release" in told[0]
-    assert cli("rebuild", "--log", path).exit_code == 0
-    assert cli("batches", "--log", path).exit_code == 0
 
 
 def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,14 @@ import orjson
 import pytest
 
 import trinity_es
+from tests.helpers.adapters import make_adapter
 from tests.helpers.handmade import EVIL, cli, history, write
 from tests.helpers.made_rollouts import record
 from trinity_es import Task
+from trinity_es.actors.engines.adapter_checks import checked_adapter
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.audit.regenerate import compare, find_rollout, regenerate
+from trinity_es.audit.regenerate import Rollout, compare, find_rollout, regenerate
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, WeightNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.testing import ScriptedEngine
@@ -70,10 +73,13 @@ def made(folder: Path, *, script: dict[str, Any] | None = None, weights: Path | 
     return str(folder / "log.sqlite")
 
 
-def again(url: str, task: int, run: int = 0, **where: str) -> Any:
+def rollout_of(url: str, task: int, run: int = 0) -> Rollout:
     with trinity_es.open_log(url) as log:
-        rollout = find_rollout(log, 1, task, run)
-    return regenerate(rollout, **where)
+        return find_rollout(log, 1, task, run)
+
+
+def again(url: str, task: int, run: int = 0, **where: str) -> Any:
+    return regenerate(rollout_of(url, task, run), **where)
 
 
 class Further(Workflow):
@@ -172,9 +178,7 @@ def test_what_the_log_does_not_say_is_named(tmp_path: Path) -> None:
 
 
 def test_without_a_seed_it_says_that_it_is_another_draw(tmp_path: Path) -> None:
-    url = made(tmp_path)
-    with trinity_es.open_log(url) as log:
-        rollout = find_rollout(log, 1, 0, 0)
+    rollout = rollout_of(made(tmp_path), 0)
     [experience] = rollout.experiences
     experience.info["sampling"]["seed"] = None
     experience.info["version_spans"] = [[0, 0, 3], [1, 3, 9]]
@@ -198,10 +202,8 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
             find_rollout(log, "0/letters", 0, 0)
         with pytest.raises(DataError, match="left no tokens to compare"):
             find_rollout(log, "open", 0, 0)
-    made_by_nobody = trinity_es.Experience(tokens=[1, 2, 3], prompt_length=1)
-    with trinity_es.open_log(url) as log:
-        rollout = find_rollout(log, 1, 0, 0)
-    rollout.experiences = [made_by_nobody]
+    rollout = rollout_of(url, 0)
+    rollout.experiences = [trinity_es.Experience(tokens=[1, 2, 3], prompt_length=1)]
     with pytest.raises(DataError, match="called no model"):
         regenerate(rollout)
 
@@ -222,3 +224,32 @@ def test_the_first_difference_and_the_share_that_agrees() -> None:
     assert (of(10, 11).first_difference, of(10, 11).agreement) == (2, 0.5)
     longer = of(10, 11, 12, 13, 14)
     assert (longer.first_difference, longer.agreement) == (4, 0.8)
+
+
+def test_a_rollout_of_an_adapter_is_generated_again_with_its_version(tmp_path: Path) -> None:
+    config = trinity_es.Config.from_dict(
+        {"mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted", "lora": {}}}}, folder=tmp_path
+    )
+    folder = make_adapter(tmp_path / "math")
+
+    async def play() -> None:
+        engine = ScriptedEngine(config.explorer.rollout_model.engine_config())
+        await engine.load_adapter("math", 3, str(folder))
+        task = Task(
+            workflow="trinity_es.workflows:SingleTurnWorkflow", reward_fn="tests.full.test_regenerating:reward",
+            raw_task={"prompt": "a"}, rollout_args={"seed": 3, "adapter": "math", "max_tokens": 9},
+        )
+        await record(tmp_path / "log.sqlite", engine, config, [task])
+
+    asyncio.run(play())
+    event = ev.AdapterPublished(adapter="math", version=3, path=str(folder), rank=8, size=12_345,
+                                digest=checked_adapter(folder).digest)
+    write(tmp_path / "log.sqlite", [(event.own_stream(), [event])])
+    rollout = rollout_of(str(tmp_path / "log.sqlite"), 0)
+    assert rollout.experiences[0].info["adapter_spans"] == [["math", 3, 0, 9]]
+    found = regenerate(rollout)
+    assert found.equal, found
+    assert found.turns[0].sampling["adapter"] == "math"
+    make_adapter(folder, seed=1)
+    with pytest.raises(WeightNotFound, match=r"version 3 of adapter 'math' can't be loaded: the files at .* changed"):
+        regenerate(rollout)

@@ -49,7 +49,6 @@ def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(path: 
     with open_log(str(path)) as log:
         store = log.payloads()
         for recorded in log.rare(["BatchFinalized"]):
-            assert isinstance(recorded.event, ev.BatchFinalized)
             for ref in recorded.event.experiences:
                 for e in read_experiences(store, [ref]):
                     texts.add(e.response_text or "")

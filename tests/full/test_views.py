@@ -37,7 +37,6 @@ VARIES = re.compile(r'(?<= in )[\d.]+ s \([\d,]+ events/s\)|(?<="seconds": )[\d.
 
 
 def experiences() -> bytes:
-    """Four of batch 3: tasks 0 and 1, runs 0 and 1."""
     made = [
         Experience(eid=EID(batch=3, task=task, run=run, suffix=f"{task}{run}"), tokens=[1, 2, 3, 4], prompt_length=2,
                    logprobs=[-0.5, -1.0], reward=0.5, prompt_text="two and two?", response_text="four\n\x1b[2Jfive",
@@ -91,7 +90,6 @@ def adapters() -> list[tuple[str, list[ev.Event]]]:
 
 @contextmanager
 def views() -> Iterator[Path]:
-    """A folder with these logs, an event a second, an hour after the first."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         logs = {"hand": hand(Path(folder, "hand")), "hosts": several_hosts(), "odd": odd(), "adapters": adapters()}
         for name, chapters in logs.items():

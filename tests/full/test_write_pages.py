@@ -45,7 +45,6 @@ class Reader:
 def metrics(folder: Path, name: str, batch: trinity_es.events.values.BatchId = 1) -> dict[str, float]:
     with trinity_es.open_log(f"sqlite:///{folder}/runs/trinity/{name}/log.sqlite") as log:
         result = log.replay(batch).final_result
-    assert result is not None
     found: dict[str, float] = result["metrics"]
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.servers import ServerProcess
+from tests.helpers.servers import ServerProcess, ended, stand_in
 from trinity_es.actors.engines.http.engine import HTTPEngine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 
@@ -26,3 +26,14 @@ async def met(
         yield engine
     finally:
         await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def stood_in(
+    model: Path, folder: Path, *arguments: str, **options: Any
+) -> AsyncIterator[tuple[ServerProcess, HTTPEngine]]:
+    """Yield a stand-in server with these arguments, and a started engine that uses it."""
+    server = stand_in(model, folder / "log", *arguments).start()
+    with ended(server):
+        async with met(server.ready(), model, **options) as engine:
+            yield server, engine

@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,3 +92,9 @@ NewId = Callable[[], int]
 
 def load(client: RolloutClient) -> int:
     return sum(r["load"] for r in client.status()["runners"])
+
+
+def half_done(slow_file: Path) -> list[Task]:
+    """Return two tasks of four runs each; a run of the second hangs."""
+    slow = {"slow_file": str(slow_file)}
+    return dummies(1, workflow=AsyncDummy, repeat_times=4) + dummies(1, workflow=AsyncDummy, repeat_times=4, **slow)

@@ -164,3 +164,13 @@ def admin(client: RolloutClient) -> list[psutil.Process]:
 
 def everything(client: RolloutClient) -> list[psutil.Process]:
     return running_system.processes(client._link.admin)
+
+
+class Evil:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, "code was run"))

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.recorded_engine import Recorder
+from tests.helpers.endpoint import Recorder, until
 from trinity_es.actors.config.models import RolloutModelConfig
 from trinity_es.actors.engines.http.auxiliary_engine import RemoteEngine, remote_models
 from trinity_es.actors.engines.http.pool import REPORT_SECONDS, SHUN_SECONDS, SLACK_REQUESTS
@@ -76,7 +76,6 @@ def remote(host: Host, *names: str, **given: Any) -> RemoteEngine:
 
 def same(found: list[Experience], own: list[Experience]) -> bool:
     def plain(e: Experience) -> list[Any]:
-        assert e.logprobs is not None
         return [e.tokens.tolist(), e.prompt_length, e.logprobs.tolist(), e.response_text, e.prompt_text,
                 e.truncate_status, e.info]
 
@@ -184,8 +183,7 @@ async def test_p15_a_request_waits_until_there_is_an_engine_and_outlives_the_dea
     first = host.add("first", response="never told")
     first.dead = True
     engine.update({"judge-0": "http://first"})
-    while not first.asked:
-        await asyncio.sleep(0.01)
+    await until(lambda: first.asked, "the first to be asked")
     assert host.told_dead == ["its core ended"]
     host.add("second", response="here I am")
     engine.update({"judge-0": "http://second"})
@@ -210,12 +208,9 @@ async def test_p15_a_caller_that_hangs_up_ends_its_request(host: Host) -> None:
     engine.update({"judge-0": await server.start()})
     try:
         asking = asyncio.create_task(engine.generate("hang", Sampling()))
-        async with asyncio.timeout(20):  # for the request to arrive, and then to be cancelled in the engine
-            while not judge.asked:
-                await asyncio.sleep(0.01)
-            asking.cancel()
-            while not judge.aborted:
-                await asyncio.sleep(0.01)
+        await until(lambda: judge.asked, "the request to arrive")
+        asking.cancel()
+        await until(lambda: judge.aborted, "its end in the engine")
         assert (await engine.generate("x", Sampling(max_tokens=2)))[0].token_ids
     finally:
         await engine.stop()

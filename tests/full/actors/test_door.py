@@ -21,6 +21,7 @@ import pytest
 from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
+from tests.helpers.systems import Evil
 from trinity_es.actors import sealed_transport, system_key
 from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
 from trinity_es.actors.sealed_transport import AuthenticatedTransport
@@ -79,20 +80,17 @@ def send(out: AuthenticatedTransport, to: AuthenticatedTransport, message: Any) 
     return got
 
 
+def transmit(out: AuthenticatedTransport, address: Any, message: str, ends: list[Any]) -> None:
+    """Send a message; its status is added to `ends` once it is known."""
+    intent = TransmitIntent(address, message)
+    intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
+    out.scheduleTransmit(None, intent)
+
+
 def raw(to: AuthenticatedTransport, data: bytes) -> socket.socket:
     s = socket.create_connection(to.socket.getsockname(), 5)
     s.sendall(data)
     return s
-
-
-class Evil:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.write_text, (self.path, "code was run"))
 
 
 def sealed(to: AuthenticatedTransport, message: Any, key: bytes = KEY, port: int | None = None) -> bytes:
@@ -181,9 +179,7 @@ def test_half_a_frame_and_a_closed_connection_leave_nothing(make_door: MakeDoor)
     assert send(a, b, "well") == "well"
 
 
-def test_who_shows_no_seal_in_time_is_dropped_however_slowly_he_goes_on(
-    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_without_a_seal_in_time_is_dropped(make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_transport, "STRANGER_SECONDS", 0.4)
     a, b = make_door(), make_door()
     silent, slow = raw(b, b""), raw(b, b"1")
@@ -217,9 +213,7 @@ def test_a_frame_of_ours_that_does_not_end_is_dropped_too(make_door: MakeDoor, m
         assert send(a, b, "well") == "well"
 
 
-def test_of_too_many_connections_that_say_nothing_the_oldest_are_dropped_and_ours_are_heard(
-    make_door: MakeDoor
-) -> None:
+def test_of_too_many_silent_connections_the_oldest_are_dropped_and_ours_are_heard(make_door: MakeDoor) -> None:
     a, b = make_door(), make_door()
     b._max_strangers = 10
     assert send(a, b, "before") == "before"
@@ -260,9 +254,7 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
     ends: list[Any] = []
 
     def tell(port: int) -> None:
-        intent = TransmitIntent(sealed_transport._address("127.0.0.1", port), "a message")
-        intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
-        a.scheduleTransmit(None, intent)
+        transmit(a, sealed_transport._address("127.0.0.1", port), "a message", ends)
 
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # its kernel takes what comes, and nobody reads it
         port = frozen.getsockname()[1]
@@ -277,17 +269,13 @@ def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_mor
         assert len(a._transmitIntents) <= 2, "one connection for all that waits for it"
 
 
-def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
-    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_takes_is_given_up_and_tried_later(make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_transport, "TRANSMIT_SECONDS", 0.3)
     monkeypatch.setattr(sealed_transport, "SILENT_SECONDS", 0.1)
     a, b = make_door(), make_door()
     ends: list[Any] = []
     for _ in range(sealed_transport.MAX_UNREAD + 5):
-        intent = TransmitIntent(b.myAddress, "lost")
-        intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
-        a.scheduleTransmit(None, intent)
+        transmit(a, b.myAddress, "lost", ends)
         listen(a, 0.01)
     listen_until(a, lambda: ends == [SendStatus.Failed] * (sealed_transport.MAX_UNREAD + 5) and not a._unread)
     while listen(b, 0.3) is not None:
@@ -295,9 +283,7 @@ def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
     assert send(a, b, "well") == "well"
 
 
-def test_however_many_frames_are_refused_warnings_are_few(
-    make_door: MakeDoor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_refused_frames_make_few_warnings(make_door: MakeDoor, caplog: pytest.LogCaptureFixture) -> None:
     b = make_door()
     with caplog.at_level(logging.WARNING):
         for _ in range(30):
@@ -330,12 +316,10 @@ ANSWERS = {
 @pytest.mark.parametrize("what", ANSWERS)
 def test_who_took_the_port_of_a_dead_actor_cannot_say_that_it_got_the_message(what: str, make_door: MakeDoor) -> None:
     a, b = make_door(), make_door()
-    ends: list[str] = []
+    ends: list[Any] = []
     with socket.create_server(("127.0.0.1", 0)) as squatter:
         squatter.settimeout(5)
-        intent = TransmitIntent(sealed_transport._address("127.0.0.1", squatter.getsockname()[1]), "a message")
-        intent.addCallback(lambda *_: ends.append("sent"), lambda *_: ends.append("failed"))
-        a.scheduleTransmit(None, intent)
+        transmit(a, sealed_transport._address("127.0.0.1", squatter.getsockname()[1]), "a message", ends)
         listen(a, 0.1)
         first, _ = squatter.accept()
         first.settimeout(5)

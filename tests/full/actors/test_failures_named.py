@@ -83,21 +83,16 @@ async def played(
     return await runner.execute(task, 5, range(runs))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("logprobs", [-0.5, math.nan], "logprobs[1] is nan"),
-        ("advantages", [math.inf, 0.0], "advantages[0] is inf"),
-        ("multi_modal_inputs", {"x": np.array([math.nan])}, "multi_modal_inputs.x[0] is nan"),
-        ("reward", 1.7e308, "reward is 1.7e+308"),
-        ("metrics", {"nested": {"score": math.nan}}, "metrics.nested.score is nan"),
-        ("info", {"a": [1.0, math.inf]}, "info.a[1] is inf"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("logprobs", [-0.5, math.nan], "logprobs[1] is nan"),
+    ("advantages", [math.inf, 0.0], "advantages[0] is inf"),
+    ("multi_modal_inputs", {"x": np.array([math.nan])}, "multi_modal_inputs.x[0] is nan"),
+    ("reward", 1.7e308, "reward is 1.7e+308"),
+    ("metrics", {"nested": {"score": math.nan}}, "metrics.nested.score is nan"),
+    ("info", {"a": [1.0, math.inf]}, "info.a[1] is inf"),
+])
 @pytest.mark.parametrize("made", [True, False])
-async def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place(
-    made: bool, name: str, value: Any, says: str
-) -> None:
+async def test_a_non_number_fails_its_run_alone_and_is_named(made: bool, name: str, value: Any, says: str) -> None:
     done = await played(OneRun, made=made, name=name, value=value)
     assert [r.run for r in done.results] == [0, 2]
     [(run, kind, message)] = done.failures
@@ -107,9 +102,7 @@ async def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and
 
 
 @pytest.mark.parametrize("workflow", [SyncRun, AllRuns])
-async def test_the_same_in_a_worker_and_where_a_workflow_does_all_runs_itself(
-    pool: WorkerPool, workflow: type[Workflow]
-) -> None:
+async def test_the_same_in_a_worker_and_where_it_does_all_runs(pool: WorkerPool, workflow: type[Workflow]) -> None:
     done = await played(workflow, pool, made=False, name="logprobs", value=[-0.5, math.nan])
     assert [r.run for r in done.results] == [0, 2]
     assert [e.eid.run for e in done.experiences] == [0, 2]
@@ -133,9 +126,7 @@ async def test_a_workflows_own_timeout_error_is_its_failure_and_not_the_attempts
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-async def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker(
-    pool: WorkerPool, in_worker: bool
-) -> None:
+async def test_the_attempts_own_timeout_is_told_in_thread_and_worker(pool: WorkerPool, in_worker: bool) -> None:
     done = await played(Slow, pool if in_worker else None, runs=1, timeout=0.2)
     assert done.failures == [(0, "timeout", "no end after 0.2 s (max_timeout)")]
 

@@ -83,7 +83,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
 
 
 def imports(tmp_path: Path, workflow: str) -> list[int]:
-    """Who imported its module, in order."""
     note = tmp_path / f"{workflow.removesuffix(':W')}.note"
     return [int(line) for line in note.read_text().split()]
 
@@ -98,7 +97,6 @@ def runner(pool: WorkerPool, **options: Any) -> WorkflowRunner:
 
 def first_template(pool: WorkerPool) -> int:
     process = pool.templates._process
-    assert process is not None
     return process.pid
 
 
@@ -116,9 +114,7 @@ async def test_a_module_is_imported_once_for_all_its_workers_and_they_come_as_th
     assert {os.getpgid(pid) for pid in [template, *pool.pids()]} == {os.getpgid(0)}
 
 
-async def test_a_pool_that_is_warmed_has_imported_everything_before_the_first_run(
-    module: Module, tmp_path: Path
-) -> None:
+async def test_a_warmed_pool_has_imported_everything_before_the_first_run(module: Module, tmp_path: Path) -> None:
     workflow = module("import sys\nTHERE = 'wave' in sys.modules", in_run="metrics['there'] = float(THERE)")
     pool = WorkerPool(8)
     try:
@@ -132,9 +128,7 @@ async def test_a_pool_that_is_warmed_has_imported_everything_before_the_first_ru
         await pool.close()
 
 
-async def test_a_killed_worker_is_replaced_by_a_fork_and_is_no_zombie(
-    pool: WorkerPool, module: Module, tmp_path: Path
-) -> None:
+async def test_a_killed_worker_is_replaced_and_is_no_zombie(pool: WorkerPool, module: Module, tmp_path: Path) -> None:
     workflows, workflow = runner(pool), module()
     [first] = (await played(workflows, workflow)).results
     pid = int(first.metrics["pid"])
@@ -146,9 +140,7 @@ async def test_a_killed_worker_is_replaced_by_a_fork_and_is_no_zombie(
     assert len(imports(tmp_path, workflow)) == 2
 
 
-async def test_a_run_given_to_a_worker_that_ends_before_it_begins_is_played_by_another(
-    pool: WorkerPool, module: Module
-) -> None:
+async def test_a_run_whose_worker_ends_before_it_begins_is_played_by_another(pool: WorkerPool, module: Module) -> None:
     workflows, workflow = runner(pool), module()
     [first] = (await played(workflows, workflow)).results
     pid = int(first.metrics["pid"])
@@ -168,17 +160,14 @@ async def test_what_a_template_and_an_import_take_is_not_the_attempt_s_time(pool
     assert done.seconds < 1.4
 
 
-@pytest.mark.parametrize(
-    ("at_import", "kind", "says"),
-    [
-        ("if os.getpid() != RUNNER: os._exit(3)", "workflow", "exit status 3"),
-        ("import ctypes\nif os.getpid() != RUNNER: ctypes.string_at(0)", "workflow", "SIGSEGV"),
-        ("raise SystemExit(4)", "data", "SystemExit: 4"),
-        ("raise RuntimeError('no')", "data", "RuntimeError: no"),
-        ("raise KeyboardInterrupt", "workflow", "exit status 1"),
-        ("time.sleep(600)", "workflow", "took more than 3 s"),
-    ],
-)
+@pytest.mark.parametrize(("at_import", "kind", "says"), [
+    ("if os.getpid() != RUNNER: os._exit(3)", "workflow", "exit status 3"),
+    ("import ctypes\nif os.getpid() != RUNNER: ctypes.string_at(0)", "workflow", "SIGSEGV"),
+    ("raise SystemExit(4)", "data", "SystemExit: 4"),
+    ("raise RuntimeError('no')", "data", "RuntimeError: no"),
+    ("raise KeyboardInterrupt", "workflow", "exit status 1"),
+    ("time.sleep(600)", "workflow", "took more than 3 s"),
+])
 async def test_a_module_whose_import_ends_or_hangs_its_process_fails_its_unit_only(
     pool: WorkerPool, module: Module, monkeypatch: pytest.MonkeyPatch, at_import: str, kind: str, says: str
 ) -> None:
@@ -194,13 +183,10 @@ async def test_a_module_whose_import_ends_or_hangs_its_process_fails_its_unit_on
     assert first_template(pool) == template
 
 
-@pytest.mark.parametrize(
-    "at_import",
-    [
-        "import threading\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
-        "import socket\nS = socket.socketpair()",
-    ],
-)
+@pytest.mark.parametrize("at_import", [
+    "import threading\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "import socket\nS = socket.socketpair()",
+])
 async def test_a_module_that_leaves_what_no_fork_takes_along_is_imported_by_each_worker(
     pool: WorkerPool, module: Module, tmp_path: Path, caplog: pytest.LogCaptureFixture, at_import: str
 ) -> None:
@@ -226,9 +212,7 @@ async def test_workers_draw_different_numbers(pool: WorkerPool, module: Module) 
     assert drawn == {"a": 4, "b": 4, "c": 4, "d": 1}
 
 
-async def test_a_template_that_dies_is_made_anew_and_its_runs_are_infrastructure(
-    pool: WorkerPool, module: Module, tmp_path: Path
-) -> None:
+async def test_a_dead_template_is_replaced_and_blames_no_run(pool: WorkerPool, module: Module, tmp_path: Path) -> None:
     go = tmp_path / "begun"
     in_run = f"open({str(go)!r}, 'a').close(); time.sleep(0 if os.path.exists({str(go)!r} + '2') else 60)"
     workflow = module(in_run=in_run)
@@ -262,9 +246,7 @@ async def test_a_fork_that_fails_is_infrastructure() -> None:
     theirs.close()
 
 
-async def test_workers_inherit_nothing_of_the_system(
-    pool: WorkerPool, module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_workers_inherit_nothing_of_us(pool: WorkerPool, module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "k" * 40)
     held = socket.socket()
     os.set_inheritable(held.fileno(), True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import graders as faulty
+from tests.helpers.endpoint import until
 from tests.helpers.graders import FAULTS, Faulty
 from tests.helpers.ready_made import Answers
 from trinity_es import Experience, Workflow
@@ -90,11 +91,8 @@ async def test_what_a_grader_started_ends_with_it(graders: Graders, tmp_path: Pa
 async def test_a_call_that_is_given_up_leaves_no_process(graders: Graders) -> None:
     await grade(graders, faulty.half)
     calls = [asyncio.create_task(grade(graders, faulty.fault, "sleep", timeout=3600)) for _ in range(2)]
-    template = (await graders.templates._template(f"{HERE}:fault"))
-    assert template is not None
-    async with asyncio.timeout(30):
-        while len(template.children) < 2:
-            await asyncio.sleep(0.01)
+    template = await graders.templates._template(f"{HERE}:fault")
+    await until(lambda: len(template.children) == 2, "both calls")
     pids = [child.pid for child in template.children.values()]
     for call in calls:
         call.cancel()
@@ -108,10 +106,7 @@ async def test_the_end_of_the_template_is_the_machinerys_failure(graders: Grader
     call = asyncio.create_task(grade(graders, faulty.fault, "sleep", timeout=60))
     await asyncio.sleep(0)
     template = await graders.templates._template(f"{HERE}:fault")
-    assert template is not None
-    async with asyncio.timeout(30):
-        while not template.children:
-            await asyncio.sleep(0.01)
+    await until(lambda: template.children, "the call")
     os.kill(parent, 9)
     with pytest.raises(StartupError) as e:
         await call
@@ -130,8 +125,6 @@ async def test_a_call_that_waits_for_room_has_its_whole_time(graders: Graders) -
 
 # --- in runs --------------------------------------------------------------------------------------------------------
 class Itself(Workflow):
-    """Calls a grader itself."""
-
     def run(self) -> list[Experience]:
         [answer] = self.model.chat(self.prompt_messages())
         answer.reward = self.grade(faulty.fault, answer.response_text, timeout=1.0, memory=MEMORY)
@@ -148,7 +141,6 @@ class ItselfAsync(Workflow):
 
 
 async def played(pool: WorkerPool | None, workflow: Any, answers: list[str], **fields: Any) -> UnitResult:
-    """A run for each answer of the engine."""
     runner = WorkflowRunner(Answers(*answers), workers=pool)
     task = Task(workflow=workflow, raw_task={"prompt": "?", "answer": "1"}, task_id=0, **fields)
     return await runner.execute(task, 1, range(len(answers)), timeout=120)

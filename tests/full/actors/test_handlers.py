@@ -78,9 +78,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     one.close()
 
 
-def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_request_is_not_forgotten_under_later_ones(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_router, "REMEMBERED_ANSWERS", 4)
     place.submit(1)
     place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))
@@ -104,7 +102,6 @@ def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_wh
     place.timers.pop("finalize:waits")()
     place.turn()
     [reply] = place.replies("waits")
-    assert reply.error is not None
     assert reply.error["type"] == "FinalizeTimeout"
     assert "0 of 1 tasks" in reply.error["message"]
 
@@ -123,9 +120,7 @@ def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: 
 
 
 @pytest.mark.parametrize("quarantined", [True, False])
-def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_one_that_serves(
-    place: Place, quarantined: bool
-) -> None:
+def test_the_end_of_an_earlier_life_told_late_changes_nothing_for_the_next(place: Place, quarantined: bool) -> None:
     """The guardian's message and the new life's own come from two processes, in any order."""
     # as a new coordinator reads it
     state = RunnerState.QUARANTINED if quarantined else RunnerState.LOST
@@ -148,9 +143,7 @@ def test_each_command_has_one_handler(place: Place) -> None:
         handlers.router.add_handlers([handler_row(AbortBatch, handlers.batches.abort)])
 
 
-def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_groups_than_were_asked_for(
-    place: Place,
-) -> None:
+def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_all_groups_asked_for(place: Place) -> None:
     place.submit(1)
     place.live.record_batch(1, [ev.BatchFinalizing(groups=2)])
     place.turn()
@@ -162,9 +155,7 @@ def test_a_coordinator_that_finds_a_batch_in_the_pipeline_delivers_no_fewer_grou
 
 
 
-def test_a_pipeline_that_ran_for_a_turn_that_was_not_written_counts_for_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_run_for_an_unwritten_turn_counts_for_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """It begins while the last outcome is written; the coordinator reads the log again if that fails."""
     jobs: list[PipelineJob] = []
     monkeypatch.setattr(place.pipeline, "run", jobs.append)
@@ -191,5 +182,4 @@ def test_a_pipeline_that_ran_for_a_turn_that_was_not_written_counts_for_nothing(
     jobs[1].done(PipelineDone({}, [], 0, 0, usable=0))
     place.turn()
     [finalized] = [r.event for r in place.log.read(stream="batch/1", types=["BatchFinalized"])]
-    assert isinstance(finalized, ev.BatchFinalized)
     assert finalized.selected == 0

@@ -13,6 +13,7 @@ from urllib.request import proxy_bypass_environment
 import httpx
 import pytest
 
+from tests.helpers.endpoint import until
 from tests.helpers.servers import free_port
 from trinity_es.actors.engines.http.client import MAX_BYTES, http_client, size_limit
 from trinity_es.actors.server_addresses import no_proxy_variables
@@ -153,11 +154,7 @@ async def test_an_answer_without_end_and_one_that_is_compressed_are_refused_and_
             await http.get(f"{url}/x?key=secret")
         with pytest.raises(EngineError, match=r"more than 100,000 bytes"):
             await http.get(f"{url}/x", extensions=size_limit(100_000))
-        for _ in range(500):
-            if ended == 2:
-                break
-            await asyncio.sleep(0.01)
-        assert ended == 2
+        await until(lambda: ended == 2, "both connections to be closed")
 
 
 async def test_a_stream_arrives_as_it_is_sent_and_one_that_is_left_is_closed() -> None:
@@ -221,9 +218,7 @@ def test_what_goes_past_a_proxy_is_added_to_in_both_spellings(given: dict[str, s
         assert proxy_bypass_environment("10.0.0.1:80", {"no": value})
 
 
-async def test_the_environment_s_proxy_is_gone_through_and_no_netrc_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_the_environment_s_proxy_is_used_and_no_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     heads: list[bytes] = []
 
     async def proxy(head: bytes, reader: Reader, writer: Writer) -> None:

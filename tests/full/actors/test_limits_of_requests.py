@@ -203,16 +203,13 @@ async def test_a_huge_body_is_refused_and_not_kept() -> None:
         await posted(server, {"messages": HELLO})
         process = psutil.Process()
         before = process.memory_info().rss
-        for more in ({"content": endless()}, {"content": endless(), "headers": _with(length=160 * 2**20)}):
+        long = {"Authorization": "Bearer the token", "content-length": str(160 * 2**20)}
+        for more in ({"content": endless()}, {"content": endless(), "headers": long}):
             refused = await posted(server, None, **{"json": None, **more})  # type: ignore[arg-type]
             assert refused.status_code == 413
             assert "the limit is 33,554,432" in refused.json()["error"]["message"]
         assert process.memory_info().rss - before < 100 * 2**20
         assert (await posted(server, {"messages": HELLO})).status_code == 200
-
-
-def _with(length: int) -> dict[str, str]:
-    return {"Authorization": "Bearer the token", "content-length": str(length)}
 
 
 async def test_a_body_without_the_token_is_not_read() -> None:

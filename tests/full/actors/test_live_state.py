@@ -56,9 +56,7 @@ class Told:
 @settings(max_examples=60, deadline=None)
 @example(happens=[("born", "runner-0"), ("publish", ""), ("up", "runner-0")])  # it came up with what was current
 @given(happens=st.lists(HAPPENS, min_size=1, max_size=14))
-def test_who_has_served_is_the_same_after_a_takeover(
-    tmp_path_factory: Any, happens: list[tuple[str, str]]
-) -> None:
+def test_who_has_served_is_the_same_after_a_takeover(tmp_path_factory: Any, happens: list[tuple[str, str]]) -> None:
     place: Path = tmp_path_factory.mktemp("live")
     url = f"sqlite:///{place / 'log.sqlite'}"
     with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
@@ -72,7 +70,6 @@ def test_who_has_served_is_the_same_after_a_takeover(
         for name in NAMES:
             was, found = newest_life(live.lives, name), newest_life(read.lives, name)
             if was is not None:
-                assert found is not None
                 assert (found.incarnation, found.state, found.served) == (was.incarnation, was.state, was.served)
         assert read.weights == live.weights
 

@@ -93,6 +93,18 @@ class Host(Timers):
         self.session.live.turn.failure_calls.append(lambda error: told.append(type(error).__name__))
         return told
 
+    def write(self, what: str) -> list[str]:
+        """As `record`, and the turn ends."""
+        told = self.record(what)
+        self.session.end_turn()
+        return told
+
+    def close(self) -> None:
+        done: list[None] = []
+        self.session.close(lambda: done.append(None))
+        self.until("its end", lambda: bool(done))
+        self.session.has_live_state = False
+
     def until(self, what: str, met: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30.0
         while not met():
@@ -117,9 +129,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     one = Host(url)
     yield one
     if one.session.has_live_state:
-        done: list[None] = []
-        one.session.close(lambda: done.append(None))
-        one.until("its end", lambda: bool(done))
+        one.close()
 
 
 def opened(host: Host) -> Host:
@@ -138,8 +148,7 @@ def broken(error: Exception) -> Any:
 def test_it_opens_and_writes(host: Host) -> None:
     opened(host)
     assert (host.session.phase, host.notes) == (Phase.OPEN, ["recover", "serve"])
-    told = host.record("a")
-    host.session.end_turn()
+    told = host.write("a")
     host.until("the write", lambda: told == ["durable"])
     assert host.types() == ["TasksetAdvanced", "TasksetAdvanced"]
 
@@ -150,8 +159,7 @@ def test_a_turn_without_events_waits_for_those_before_it(host: Host) -> None:
     host.session.live.when_durable(lambda: told.append(1))
     host.session.end_turn()
     assert told == [1]  # there is nothing to wait for
-    host.record("a")
-    host.session.end_turn()
+    host.write("a")
     host.session.live.when_durable(lambda: told.append(2))
     host.session.end_turn()
     assert told == [1]
@@ -179,13 +187,11 @@ def test_a_log_that_is_not_there_is_waited_for_and_clients_know_where_that_may_b
 def test_what_could_not_be_written_is_undone_and_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(host)
     monkeypatch.setattr(host.session.events, "append", broken(LogUnavailable("the disk is full")))
-    lost = host.record("a")
-    host.session.end_turn()
+    lost = host.write("a")
     host.until("another try", lambda: host.has_timer("reload"))
     assert (lost, host.session.phase, host.notes[-1]) == (["LogUnavailable"], Phase.CLOSED, "refuse")
     assert host.session.trouble == "the log can't be written: the disk is full"
-    meanwhile = host.record("b")
-    host.session.end_turn()
+    meanwhile = host.write("b")
     assert meanwhile == ["LogUnavailable"]
     monkeypatch.undo()
     host.timers.pop("reload")()
@@ -200,8 +206,7 @@ def test_what_could_not_be_written_is_undone_and_told(host: Host, monkeypatch: p
 def test_a_second_trouble_while_it_resumes_closes_it_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(host)
     monkeypatch.setattr(host.session.events, "append", broken(LogUnavailable("the disk is full")))
-    host.record("a")
-    host.session.end_turn()
+    host.write("a")
     for _ in range(2):
         host.until("another try", lambda: host.has_timer("reload"))
         host.timers.pop("reload")()
@@ -214,9 +219,7 @@ def test_a_second_trouble_while_it_resumes_closes_it_again(host: Host, monkeypat
     assert host.types() == ["TasksetAdvanced", "WritingResumed"]
 
 
-def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(
-    host: Host, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_tried_less_and_less_and_told_once(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     opened(host)
     full, told = LogUnavailable("the disk is full"), list[Exception]()
     host.delays.clear()
@@ -246,8 +249,7 @@ def test_a_writer_whose_lease_was_taken_ends_and_hears_by_whom(host: Host) -> No
     opened(host)
     other = EventLog.open(host.url, durability="process", projectors=projectors())
     lease = other.acquire_lease("coordinator", {"pid": 2, "host": "there", "admin": {}})
-    host.record("a")
-    host.session.end_turn()
+    host.write("a")
     host.until("who it was", lambda: "fenced" in host.notes)
     assert (host.session.phase, host.fenced_by) == (Phase.ENDED, lease)
     assert host.has_timer("fenced")  # should the database not say
@@ -263,17 +265,9 @@ def test_a_log_that_lost_what_was_acknowledged_ends_it_once(host: Host) -> None:
         host.session.stop(error)
     assert host.notes[-2:] == ["refuse", "stopped"]
     assert (host.session.phase, host.notes.count("stopped")) == (Phase.ENDED, 1)
-    lost = host.record("a")
-    host.session.end_turn()
-    assert lost == ["LogRewound"]
-
-
-def test_what_fails_after_that_does_not_hide_why_it_ended(host: Host) -> None:
-    opened(host)
-    error = LogRewound("it ends before what was acknowledged")
-    host.session.stop(error)
+    assert host.write("a") == ["LogRewound"]
     host.session.write_failed(LogUnavailable("the database is away", passing=True), [])
-    assert (host.session.phase, host.session.failure) == (Phase.ENDED, error)
+    assert (host.session.phase, host.session.failure) == (Phase.ENDED, error), "what fails later does not hide why"
     assert not host.has_timer("reload")
 
 
@@ -282,24 +276,17 @@ def test_what_was_on_its_way_when_it_was_closed_does_not_open_it_again(host: Hos
     host.session._set_failure(LogUnavailable("the disk is full"))
     host.session.start_writer()
     assert host.session.phase is Phase.RESUMING
-    done: list[None] = []
-    host.session.close(lambda: done.append(None))
-    host.until("its end", lambda: bool(done))
+    host.close()
     assert (host.session.phase, host.notes.count("serve again")) == (Phase.ENDED, 0)
-    host.session.has_live_state = False  # the fixture has nothing to close
 
 
 def test_closed_it_has_written_what_was_queued_and_gives_the_lease_back(host: Host) -> None:
     opened(host)
-    told = host.record("a")
-    host.session.end_turn()
-    done: list[None] = []
-    host.session.close(lambda: done.append(None))
-    host.until("its end", lambda: bool(done))
+    told = host.write("a")
+    host.close()
     assert told == ["durable"]
     again = EventLog.open(host.url, durability="process", projectors=projectors())
     assert [r.type for r in again.read()] == ["TasksetAdvanced", "TasksetAdvanced"]
     lease = again.read_lease("coordinator")
     assert lease is None or lease.owner == {}
     again.close()
-    host.session.has_live_state = False  # the fixture has nothing to close

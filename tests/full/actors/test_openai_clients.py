@@ -85,19 +85,6 @@ class BlocksTheLoop(Talks):
         return []
 
 
-class Restored(Talks):
-    """Tells what its history holds after it was cleared, and was not."""
-
-    async def run_async(self) -> list[Experience]:
-        ask = self.model.get_openai_async_client()
-        assert self.model.extract_experience_from_history() == []
-        await ask.completions.create(model=self.model.model_path, prompt="x")
-        kept = self.model.extract_experience_from_history(clear_history=False)
-        assert self.model.extract_experience_from_history() == kept
-        assert self.model.extract_experience_from_history() == []
-        return [self.rewarded(kept[0])]
-
-
 class Leaves(Talks):
     """Its request goes on when it is over."""
 
@@ -114,6 +101,14 @@ def runner_on(server: EngineServer | None, engine: Any, **more: Any) -> Workflow
 
 async def played(runner: WorkflowRunner, workflow: type[Workflow]) -> UnitResult:
     return await runner.execute(Task(workflow=workflow, task_id=1), 7, range(2))
+
+
+async def served(engine: Any, workflow: type[Workflow], **more: Any) -> UnitResult:
+    """Play two runs on an engine with an endpoint, which has no session afterwards."""
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine, **more), workflow)
+        assert server.sessions == {}
+    return done
 
 
 def sound(done: UnitResult) -> None:
@@ -133,26 +128,16 @@ def sound(done: UnitResult) -> None:
 async def test_p15_a_workflow_asks_by_an_openai_client_and_returns_its_history(
     workflow: type[Workflow], in_worker: bool, pool: WorkerPool
 ) -> None:
-    engine = Recorder()
-    async with serving(engine) as server:
-        sound(await played(runner_on(server, engine, workers=pool if in_worker else None), workflow))
-        assert server.sessions == {}
+    sound(await served(Recorder(), workflow, workers=pool if in_worker else None))
 
 
 async def test_an_answer_has_all_that_an_experience_needs(pool: WorkerPool) -> None:
     engine = Recorder()
-    async with serving(engine) as server:
-        done = await played(runner_on(server, engine, workers=pool), KeepsItself)
+    done = await served(engine, KeepsItself, workers=pool)
     (own,) = await engine.generate(list(b"hello\n"), Sampling(max_tokens=4))
     assert [e.tokens.tolist() for e in done.experiences] == [[*own.prompt_token_ids, *own.token_ids]] * 2
     assert done.experiences[0].logprobs.tolist() == pytest.approx(own.logprobs)
     assert [(r.prompt_tokens, r.response_tokens) for r in done.results] == [(6, 4), (6, 4)]
-
-
-async def test_the_history_is_cleared_when_it_is_taken_unless_asked_not_to() -> None:
-    engine = Recorder()
-    async with serving(engine) as server:
-        assert (await played(runner_on(server, engine), Restored)).failures == []
 
 
 async def test_a_run_that_is_over_is_forgotten_with_its_requests() -> None:
@@ -164,9 +149,7 @@ async def test_a_run_that_is_over_is_forgotten_with_its_requests() -> None:
 
 
 async def test_a_blocking_client_on_the_engines_loop_is_refused() -> None:
-    engine = Recorder()
-    async with serving(engine) as server:
-        done = await played(runner_on(server, engine), BlocksTheLoop)
+    done = await served(Recorder(), BlocksTheLoop)
     assert [f[1] for f in done.failures] == ["workflow", "workflow"]
     assert "get_openai_async_client" in done.failures[0][2]
 
@@ -186,9 +169,7 @@ async def test_an_engines_error_has_its_kind_by_a_client_too(
 
 
 async def test_an_error_that_is_not_the_engines_is_the_workflows() -> None:
-    engine = Fails()
-    async with serving(engine) as server:
-        done = await played(runner_on(server, engine), Judged)
+    done = await served(Fails(), Judged)
     assert [(f[1], "judge" in f[2]) for f in done.failures] == [("workflow", True)] * 2
 
 
@@ -199,8 +180,6 @@ async def test_where_there_is_no_server_the_error_says_what_to_do() -> None:
 
 
 async def test_without_openai_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Recorder()
-    async with serving(engine) as server:
-        monkeypatch.setitem(sys.modules, "openai", None)
-        done = await played(runner_on(server, engine), Talks)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    done = await served(Recorder(), Talks)
     assert 'pip install "trinity-es[openai]"' in done.failures[0][2]

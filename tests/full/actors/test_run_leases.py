@@ -8,12 +8,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from tests.helpers.endpoint import until
 from tests.helpers.lease_providers import ASKED, LATE, RELEASED
 from trinity_es import Experience, Task, Workflow
 from trinity_es.actors.engines.interface import Engine, EngineConfig
@@ -53,11 +55,14 @@ class Told:
         return done
 
 
+def lease(told: Told, folder: Path, cls: str = "Kept", how: str = "", **times: float) -> Lease:
+    args = {"folder": str(folder), "how": how} if how else {"folder": str(folder)}
+    return Lease(RunLeases(told), f"{PROVIDERS}:{cls}", args, **times)
+
+
 @pytest.mark.parametrize("provider", ["HandedOver", "AsyncHandedOver"])
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_what_a_lost_attempt_held_is_taken_over_and_if_that_fails_left(
-    tmp_path: Path, provider: str, is_async: bool
-) -> None:
+async def test_what_a_lost_attempt_held_is_taken_over_or_left(tmp_path: Path, provider: str, is_async: bool) -> None:
     (tmp_path / "box").write_text("es-old")
 
     def taken(told: Told, **args: Any) -> Lease:
@@ -90,9 +95,8 @@ async def test_what_a_lost_attempt_held_is_taken_over_and_if_that_fails_left(
 async def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
     told = Told()
     told.late = True
-    entering = asyncio.ensure_future(Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}).__aenter__())
-    while not told.waiting:
-        await asyncio.sleep(0.01)
+    entering = asyncio.ensure_future(lease(told, tmp_path).__aenter__())
+    await until(lambda: told.waiting, "it to ask")
     await asyncio.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
     told.waiting[0].set_result(None)
@@ -108,7 +112,7 @@ def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) 
     """The coordinator was away for longer than the creation may take."""
     told = Told()
     told.late = True
-    wanted = Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}, creation_timeout=0.05)
+    wanted = lease(told, tmp_path, creation_timeout=0.05)
     with ThreadPoolExecutor(1) as thread:
         entering = thread.submit(wanted.__enter__)
         wait_until(lambda: told.waiting, "it to be taken")
@@ -135,25 +139,22 @@ def test_what_can_not_be_made_is_left_to_be_looked_for(
     tmp_path: Path, by: str, cls: str, how: str, error: type[Exception], says: str
 ) -> None:
     told = Told()
-    wanted = Lease(
-        RunLeases(told), f"{PROVIDERS}:{cls}", {"folder": str(tmp_path), "how": how}, creation_timeout=0.2
-    )
-
+    wanted = lease(told, tmp_path, cls, how, creation_timeout=0.2)
     with pytest.raises(error, match=says):
         enter(wanted, by)
     assert told.said == ["taken", "left"]
 
 
-def enter(wanted: Lease, by: str) -> None:
+def enter(wanted: Lease, by: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     async def use() -> None:
         async with wanted:
-            pass
+            await asyncio.to_thread(meanwhile)
 
     if by == "async with":
         asyncio.run(use())
     else:
         with wanted:
-            pass
+            meanwhile()
 
 
 @pytest.mark.parametrize(("by", "cls", "how"), [
@@ -164,8 +165,7 @@ def enter(wanted: Lease, by: str) -> None:
 def test_what_is_made_too_late_is_released_by_its_handle(tmp_path: Path, by: str, cls: str, how: str) -> None:
     """`create` can't be stopped in its thread, and need not end when it is cancelled."""
     told = Told()
-    args = {"folder": str(tmp_path), "how": how}
-    wanted = Lease(RunLeases(told), f"{PROVIDERS}:{cls}", args, creation_timeout=0.2)
+    wanted = lease(told, tmp_path, cls, how, creation_timeout=0.2)
     with pytest.raises(StartupError, match="creation_timeout"):
         enter(wanted, by)
     assert (wanted.key, f"of {wanted.key}") in RELEASED
@@ -177,18 +177,13 @@ def test_what_is_made_too_late_is_released_by_its_handle(tmp_path: Path, by: str
 @pytest.mark.timeout(60)
 def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handle(tmp_path: Path, why: str) -> None:
     told = Told()
-    wanted = Lease(
-        RunLeases(told), PROVIDER, {"folder": str(tmp_path), "how": "late"},
-        creation_timeout=0.2 if why == "its time is over" else 60.0,
-    )
+    wanted = lease(told, tmp_path, how="late", creation_timeout=0.2 if why == "its time is over" else 60.0)
     LATE.clear()
 
     async def work() -> None:
         entering = asyncio.ensure_future(wanted.__aenter__())
         if why == "its run is cancelled":
-            async with asyncio.timeout(30):
-                while wanted.key not in ASKED:
-                    await asyncio.sleep(0.01)
+            await until(lambda: wanted.key in ASKED, "its provider to be asked")
             entering.cancel()
         with pytest.raises((StartupError, asyncio.CancelledError)):
             await entering
@@ -201,30 +196,16 @@ def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handl
 
 
 def threads() -> list[threading.Thread]:
-    """Those of the loops of leases."""
     return [thread for thread in threading.enumerate() if thread.name == "lease"]
 
 
 @pytest.mark.parametrize("by", ["with", "async with"])
-def test_what_create_connected_serves_renew_and_release(
-    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_create_connected_serves_the_rest(tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "RENEWALS", 500)
     told = Told()
-    wanted = Lease(RunLeases(told), f"{PROVIDERS}:Connected", {"folder": str(tmp_path)}, ttl=5.0, creation_timeout=5.0)
+    wanted = lease(told, tmp_path, "Connected", ttl=5.0, creation_timeout=5.0)
 
-    def renewed() -> None:
-        wait_until(lambda: told.said.count("renewed") >= 2, "two renewals", 10)
-
-    async def play() -> None:
-        async with wanted:
-            await asyncio.to_thread(renewed)
-
-    if by == "async with":
-        asyncio.run(play())
-    else:
-        with wanted:
-            renewed()
+    enter(wanted, by, lambda: wait_until(lambda: told.said.count("renewed") >= 2, "two renewals", 10))
     assert told.said[-1] == "released", "not left"
     assert threads() == []
     assert list(tmp_path.iterdir()) == []
@@ -235,8 +216,8 @@ def test_a_renewal_that_goes_on_keeps_no_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(leases, "RENEWALS", 500)
-    told, args = Told(), {"folder": str(tmp_path), "how": "renews for long"}
-    with Lease(RunLeases(told), f"{PROVIDERS}:Connected", args, ttl=5.0, creation_timeout=5.0) as held:
+    told = Told()
+    with lease(told, tmp_path, "Connected", "renews for long", ttl=5.0, creation_timeout=5.0) as held:
         wait_until(lambda: ASKED.count(held.key) == 2, "a renewal to begin")
     assert told.said == ["taken", "held", "released"]
     assert threads() == []
@@ -245,8 +226,8 @@ def test_a_renewal_that_goes_on_keeps_no_release(
 
 @pytest.mark.timeout(30)
 def test_a_provider_that_ends_the_process_ends_it_where_it_is_called(tmp_path: Path) -> None:
-    told, args = Told(), {"folder": str(tmp_path), "how": "ends the process"}
-    with pytest.raises(SystemExit), Lease(RunLeases(told), f"{PROVIDERS}:Connected", args):
+    told = Told()
+    with pytest.raises(SystemExit), lease(told, tmp_path, "Connected", "ends the process"):
         pass
     assert told.said == ["taken", "left"]
     assert threads() == []
@@ -261,7 +242,7 @@ def test_a_workflow_that_is_interrupted_while_it_waits_gives_up(tmp_path: Path) 
         raise Interrupted
 
     told = Told()
-    wanted = Lease(RunLeases(told), f"{PROVIDERS}:Connected", {"folder": str(tmp_path), "how": "waits"})
+    wanted = lease(told, tmp_path, "Connected", "waits")
 
     def when_it_waits() -> None:
         wait_until(lambda: wanted.key in ASKED, "it to be made")
@@ -388,7 +369,6 @@ async def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
     task = Task(workflow=Alone, workflow_args={"folder": str(tmp_path)}, batch_id=1, task_id=0)
     status, experiences = await WorkflowRunner(cast(Engine, engine)).run_task(task, 1)
     assert status.ok, status.message
-    assert experiences[0].metrics is not None
     assert experiences[0].metrics["there"] == 2
     assert list(tmp_path.iterdir()) == []
 

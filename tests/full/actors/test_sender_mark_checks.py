@@ -57,7 +57,6 @@ def test_who_knows_nothing_and_who_was_told_here_is_not_looked_up(place: Place) 
     place.run()
     assert place.acted == ["new", "old"]
     end = place.mark_checks.log_end()
-    assert end is not None
     assert (end.position, end.hash) == (5, place.mark.hash)
     place.admit(end, "told here")
     place.admit(place.mark, "old")  # found before
@@ -94,9 +93,7 @@ def test_promise_5_a_coordinator_that_hears_what_a_later_one_told_does_nothing_m
     assert (place.acted, place.replaced) == (["a client that this one told"], 1)
 
 
-def test_while_the_log_can_not_be_read_nothing_is_done_but_what_changes_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_the_log_can_not_be_read_nothing_is_changed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(_: object) -> None:
         raise LogUnavailable("away", passing=True)
 

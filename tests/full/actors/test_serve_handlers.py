@@ -102,13 +102,28 @@ class Place(LiveLog):
         return self.answered.get(id)
 
     def record(self, *messages: str, id: str = "record") -> Any:
-        rows = [
-            replace(answer(m), payload=ev.PayloadRef(digest="d", first=i, count=1)) for i, m in enumerate(messages)
-        ]
+        rows = [replace(answer(m), payload=ev.PayloadRef(digest="d", first=i, count=1)) for i, m in enumerate(messages)]
         return self.ask(id, RecordAnswers(answers=rows))
 
     def reward(self, *messages: str, reward: float = 1.0, task: str | None = None, run: int | None = None) -> Any:
         return self.ask("reward", RewardAnswers(messages=list(messages), reward=reward, task=task, run=run))
+
+    def end(self, job: Any, result: PipelineDone | Exception) -> None:
+        job.done(result)
+        self.turn()
+
+    def told(self, *statuses: RunnerStatus) -> None:
+        for status in statuses:
+            self.fleet.on_status(status, status.name)
+        self.turn()
+
+    def publish(self, version: int) -> None:
+        self.fleet.weights.publish(version, f"/v{version}")
+        self.turn()
+
+    def loaded(self, name: str, incarnation: int, version: int, error: str | None = None) -> None:
+        self.fleet.weights.on_load_result(WeightsLoadResult(name, incarnation, version, 0.1, error=error))
+        self.turn()
 
     def state(self) -> dict[str, AnswerState]:
         return fold_answers(self.log.read(stream=STREAM))
@@ -127,9 +142,7 @@ MESSAGES = [f"chatcmpl-{i}" for i in range(6)]
 
 @given(st.lists(st.tuples(st.sampled_from(["reward", "deliver"]), st.sets(st.sampled_from(MESSAGES), min_size=1),
                           st.floats(-2, 2), st.sampled_from([None, "a"])), max_size=8))
-def test_p36_the_table_of_answers_is_the_fold_of_their_stream(
-    steps: list[tuple[str, set[str], float, str | None]]
-) -> None:
+def test_p36_the_table_of_answers_is_their_fold(steps: list[tuple[str, set[str], float, str | None]]) -> None:
     events: list[ev.Event] = [ev.AnswersRecorded(answers=[answer(m, digest=None if m[-1] == "5" else m)
                                                           for m in MESSAGES])]
     for kind, messages, reward, task in steps:
@@ -179,20 +192,17 @@ def test_p36_a_delivery_takes_what_is_rewarded_and_nothing_twice(place: Place) -
     assert [ref.first for ref in job.refs] == [0, 1]
     assert isinstance(place.reward("a", reward=9.0), AnswerDelivered)  # it is in the pipeline
     assert place.reward("c") == 1  # too late for this one
-    job.done(PipelineDone({"m": 1.0}, [], 2, 0))
-    place.turn()
+    place.end(job, PipelineDone({"m": 1.0}, [], 2, 0))
     assert place.answered["one"] == {"count": 2, "metrics": {"m": 1.0}}
     assert place.woken == 1  # there is something to write
     assert [m for m, s in place.state().items() if s.delivered] == ["a", "b"]
     [_, second] = place.jobs_run
     assert [ref.first for ref in second.refs] == [2]
-    second.done(PipelineError("operator broke"))
-    place.turn()
+    place.end(second, PipelineError("operator broke"))
     assert isinstance(place.answered["two"], PipelineError)
     assert not place.state()["c"].delivered
     place.ask("three", DeliverAnswers())
-    place.jobs_run[-1].done(PipelineDone({}, [], 1, 0))
-    place.turn()
+    place.end(place.jobs_run[-1], PipelineDone({}, [], 1, 0))
     assert place.answered["three"]["count"] == 1
     # A coordinator that comes later is asked again: that delivery is in the log.
     place.come_up()
@@ -204,12 +214,10 @@ def test_p36_what_the_log_can_not_hold_fails_its_delivery_and_no_other(place: Pl
     place.record("a")
     place.reward("a")
     place.ask("one", DeliverAnswers())
-    place.jobs_run[0].done(PipelineDone({"\ud800": 1.0}, [], 1, 0))
-    place.turn()
+    place.end(place.jobs_run[0], PipelineDone({"\ud800": 1.0}, [], 1, 0))
     assert isinstance(place.answered["one"], InvalidEvent)
     place.ask("two", DeliverAnswers())
-    place.jobs_run[1].done(PipelineDone({"m": 1.0}, [], 1, 0))
-    place.turn()
+    place.end(place.jobs_run[1], PipelineDone({"m": 1.0}, [], 1, 0))
     assert place.answered["two"]["count"] == 1
 
 
@@ -222,14 +230,11 @@ def test_p36_a_reward_that_is_not_durable_yet_waits_for_the_next_delivery(place:
     [job] = place.jobs_run
     assert [ref.first for ref in job.refs] == [1]
     place.turn()
-    job.done(PipelineDone({}, [], 1, 0))
-    place.turn()
+    place.end(job, PipelineDone({}, [], 1, 0))
     assert {m: (s.reward, s.delivered) for m, s in place.state().items()} == {"a": (9.0, False), "b": (1.0, True)}
 
 
-def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p36_a_delivery_that_can_not_read_the_log_hinders_nobody(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.record("a")
     place.reward("a")
     with monkeypatch.context() as patch:
@@ -238,8 +243,7 @@ def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
         patch.setattr(read, lambda *_: (_ for _ in ()).throw(away))
         assert isinstance(place.ask("one", DeliverAnswers()), LogUnavailable)
     place.ask("two", DeliverAnswers())
-    place.jobs_run[0].done(PipelineDone({}, [], 1, 0))
-    place.turn()
+    place.end(place.jobs_run[0], PipelineDone({}, [], 1, 0))
     assert place.answered["two"]["count"] == 1
 
 
@@ -289,39 +293,28 @@ def ordered(place: Place) -> list[tuple[Any, int]]:
 
 
 def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(place: Place) -> None:
-    for name in ("a", "b"):
-        place.fleet.on_status(up(name), name)
-    place.turn()
-    place.fleet.weights.publish(1, "/v1")
-    place.turn()
+    place.told(up("a"), up("b"))
+    place.publish(1)
     assert ordered(place) == [("a", 1)]
-    place.fleet.weights.on_load_result(WeightsLoadResult("a", 1, 1, 0.1))
-    place.turn()
+    place.loaded("a", 1, 1)
     assert ordered(place) == [("b", 1)]
-    place.fleet.weights.on_load_result(WeightsLoadResult("b", 1, 1, 0.1, error="it is broken"))
-    place.turn()
+    place.loaded("b", 1, 1, "it is broken")
     assert ordered(place) == []  # it is tried again when it announces itself, not at once
-    place.fleet.on_status(up("b"), "b")
-    place.turn()
+    place.told(up("b"))
     assert ordered(place) == [("b", 1)]
 
     place.live = LiveState(place.log, place.payloads)  # that coordinator died
     place.come_up(alive=["a", "b", "c"])
     place.fleet.weights.publish(2, "/v2")
-    place.fleet.on_status(up("a", version=1), "a")
-    place.turn()
+    place.told(up("a", version=1))
     assert ordered(place) == []  # the others may be loading: it may be the one that serves
-    place.fleet.on_status(up("b", loading=1), "b")
-    place.turn()
+    place.told(up("b", loading=1))
     assert ordered(place) == []  # so it is
-    place.fleet.on_status(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
-    place.turn()
+    place.told(up("c", incarnation=7))  # never had the current weights: nobody misses it
     assert ordered(place) == [("c", 2)]
-    place.fleet.weights.on_load_result(WeightsLoadResult("b", 1, 1, 0.1))
-    place.turn()
+    place.loaded("b", 1, 1)
     assert ordered(place) == [("a", 2)]  # "b" serves, if not the newest
-    place.fleet.weights.on_load_result(WeightsLoadResult("a", 1, 2, 0.1))
-    place.turn()
+    place.loaded("a", 1, 2)
     assert ordered(place) == [("b", 2)]
     place.fleet.weights.on_load_result(WeightsLoadResult("c", 7, 2, 0.1))
     place.fleet.on_death(RunnerDied("b", 1, "killed"))
@@ -334,33 +327,27 @@ def test_p36_an_engine_that_leaves_is_none_of_those_that_go_on_serving(place: Pl
         place.fleet.on_status(up(name), name)
     place.fleet.registry.leaving = frozenset("c")
     place.turn()
-    place.fleet.weights.publish(1, "/v1")
-    place.turn()
+    place.publish(1)
     assert ordered(place) == [("c", 1), ("a", 1)], "c can always be spared"
-    place.fleet.weights.on_load_result(WeightsLoadResult("c", 1, 1, 0.1))
-    place.turn()
+    place.loaded("c", 1, 1)
     assert ordered(place) == [], "b goes on while a loads: nobody is sent to c"
 
 
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
-    for name in ("a", "b"):
-        place.fleet.on_status(up(name), name)
-    place.turn()
+    place.told(up("a"), up("b"))
     table = place.ask("ask 1", GetRoutes(proxy="p", url="http://p", knows=-1))
     assert [(e["runner"], e["endpoint"], e["serving"]) for e in table["engines"]] == [
         ("a", "http://a", True), ("b", "http://b", True)
     ]
     assert place.routes.urls() == ["http://p"]
     assert place.ask("ask 2", GetRoutes(proxy="p", url="http://p", knows=table["number"])) is None  # no news
-    place.fleet.weights.publish(1, "/v1")
-    place.turn()
+    place.publish(1)
     news = place.answered["ask 2"]
     assert [e["serving"] for e in news["engines"]] == [False, True]
     assert ordered(place) == []  # it may still send it something
     place.ask("ask 3", GetRoutes(proxy="p", url="http://p", knows=news["number"]))
     assert ordered(place) == [("a", 1)]
-    place.fleet.weights.on_load_result(WeightsLoadResult("a", 1, 1, 0.1))
-    place.turn()
+    place.loaded("a", 1, 1)
     assert [e["serving"] for e in place.answered["ask 3"]["engines"]] == [True, False]
     [overdue] = [call for name, call in place.timers.items() if name.startswith("taken out:")][-1:]
     assert ordered(place) == []

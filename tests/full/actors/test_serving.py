@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,8 +192,6 @@ async def test_p15_without_the_token_it_is_401(path: str, header: str | None) ->
 
 
 class Template(ByteTokenizer):
-    """A chat template with a variable."""
-
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
         thinking = {"role": "system", "content": f"thinking: {kwargs.get('enable_thinking', 'unsaid')}"}
         kwargs.pop("enable_thinking", None)
@@ -422,15 +418,3 @@ async def test_many_clients_are_answered_at_once() -> None:
         took = asyncio.get_running_loop().time() - before
     assert [bytes(a.prompt_token_ids) for a in answers] == [f"{i}\n".encode() for i in range(50)]
     assert took < 50 * 0.2
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["trinity_es", "trinity_es.projections.reading.log_reader", "trinity_es.actors.runner.actor",
-     "trinity_es.client.rollout_client"],
-)
-def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
-    heavy = {"fastapi", "starlette", "uvicorn", "openai"}
-    code = f"import sys, {module}; from trinity_es import open_log; print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

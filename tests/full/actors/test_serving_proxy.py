@@ -18,8 +18,6 @@ from trinity_es.serve.proxy import Proxy
 
 
 class Kept:
-    """What the proxy recorded."""
-
     def __init__(self) -> None:
         self.answers: list[Any] = []
 
@@ -58,9 +56,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Proxy:
     return made
 
 
-async def asked(
-    proxy: Proxy, *answers: bytes | httpx.Response, engine: Any = None
-) -> tuple[httpx.Response, list[Any]]:
+async def asked(proxy: Proxy, *answers: bytes | httpx.Response, engine: Any = None) -> tuple[httpx.Response, list[Any]]:
     """Return what a client gets where the first engine answers so, and the next one so, ...; and what was recorded."""
     left = list(answers)
 
@@ -94,9 +90,7 @@ async def test_p36_where_an_engine_answers_oddly_another_is_asked(proxy: Proxy, 
 
 
 @pytest.mark.parametrize("lost", [httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout])
-async def test_a_request_that_lost_two_engines_is_given_to_no_third(
-    proxy: Proxy, lost: type[httpx.TransportError]
-) -> None:
+async def test_a_request_that_lost_two_engines_gets_no_third(proxy: Proxy, lost: type[httpx.TransportError]) -> None:
     came: list[str] = []
 
     async def engine(request: httpx.Request) -> httpx.Response:

@@ -34,8 +34,6 @@ class AllAtOnce(Workflow):
 
 
 class OneByOne(Workflow):
-    """Answers of different lengths."""
-
     can_repeat = True
     is_async = True
 

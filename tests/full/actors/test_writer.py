@@ -129,17 +129,6 @@ def test_a_turn_waits_for_the_one_that_follows_from_it_so_both_are_one_append(be
     assert bench.done == bench.steps() == [0, 1, 2]
 
 
-def test_trouble_that_passes_is_waited_out_under_the_same_commit_id(bench: Bench) -> None:
-    writer = bench.start(*[("before", AWAY)] * 4)
-    for _ in range(5):
-        writer.submit(bench.turn())
-    bench.loop(lambda: len(bench.done) == 5)
-    first = bench.flaky.commits[0]
-    assert bench.flaky.commits[:5] == [first] * 5
-    assert bench.steps() == list(range(5))
-    assert (bench.failures, writer.trouble) == ([], None)
-
-
 def test_what_was_written_after_all_is_not_written_twice(bench: Bench) -> None:
     """The commit was done, its answer got lost; and the same again at the next try."""
     writer = bench.start(("after", AWAY), ("after", AWAY), ("before", AWAY))

@@ -174,9 +174,7 @@ def test_i1_trl_generates_and_chats(served: Served) -> None:
     served.sampled(plain)
 
 
-def test_i1_verifiers_renders_itself_and_generates_from_token_ids(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_i1_verifiers_generates_from_token_ids(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path))
     python = {"PYTHON": str(environment(LETTERS).python)}
     got = ask(HERE / "ask_verifiers.py", python, base_url=served.proxy.base_url,

@@ -23,9 +23,7 @@ pytestmark = [
 TOLERANCE = 1e-3
 
 
-def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_shows_up(
-    vllm_served: VLLMServed
-) -> None:
+def test_p36_c5_the_official_client_chats_streams_lists_models_and_a_reward_shows_up(vllm_served: VLLMServed) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
     log, proxy, model = vllm_served
@@ -59,9 +57,7 @@ def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_
     assert [(e.eid.suffix, e.reward) for e in delivered] == [(m, float(i)) for i, m in enumerate(ids)]
 
 
-def test_p36_c5_no_request_fails_while_weights_are_updated(
-    vllm_served: VLLMServed, tmp_path: Path
-) -> None:
+def test_p36_c5_no_request_fails_while_weights_are_updated(vllm_served: VLLMServed, tmp_path: Path) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
     log, proxy, model = vllm_served

@@ -131,7 +131,6 @@ def test_the_command_on_a_network_waits_for_the_log_asks_for_a_token_and_ends_wi
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         try:
-            assert process.stdout is not None
             told = json.loads("".join(process.stdout.readline() for _ in range(5)))
             assert len(told["token"]) >= 32
             with httpx.Client(follow_redirects=True, timeout=20) as client:
@@ -159,7 +158,6 @@ def test_the_command_opens_a_browser_by_a_file_that_is_its_users_alone(hand: str
         **os.environ, "PYTHONPATH": str(ROOT), "BROWSER": f"{sys.executable} {tmp_path / 'look.py'} %s",
     }) as process:
         try:
-            assert process.stdout is not None
             told = json.loads("".join(process.stdout.readline() for _ in range(5)))
             wait_until(seen.is_file, "the browser", 20)
         finally:

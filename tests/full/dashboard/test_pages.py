@@ -39,7 +39,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ended(sample: str) -> Iterator[TestClient]:
-    """A client of a dashboard of a run that ended."""
     with TestClient(create_app(sample), base_url="http://localhost") as made:
         yield made
 
@@ -71,7 +70,6 @@ def test_a_page_asks_nothing_from_elsewhere_and_has_no_inline_script_or_style(en
             assert not name.startswith("on"), (tag, attrs)
             assert name != "style", (tag, attrs)
             if name in ("src", "href", "action", "hx-get"):
-                assert value is not None
                 assert value.startswith(("/", "#")), (tag, attrs)
                 assert not value.startswith("//")
         assert tag not in ("style", "iframe", "base", "object")
@@ -179,7 +177,6 @@ def test_a_mean_says_of_how_many_tasks_runs_are_missing_in_it(path: Path) -> Non
                          kind="workflow", message="no", retry=False, seconds=0.5),
     ]
     state = fold(history)
-    assert state is not None
     history.append(ev.BatchFinalized(result=batch_result(state)))
     write(path, [(batch_stream(1), history)])
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
@@ -203,7 +200,6 @@ def test_a_course_goes_on_where_it_was_and_steps_back(hand: str) -> None:
     courses = BatchCache()
     with open_log(hand) as log:
         with courses.of(log, "open") as course:
-            assert course.timeline is not None
             assert (len(course.positions), course.timeline.tasks[0].state) == (2, "running")
         with EventLog.open(hand, durability="process", projectors=projectors()) as writer:
             dropped = ev.TaskDropped(tasks=[1], reason="enough")
@@ -280,7 +276,6 @@ def test_a_dead_runs_file_is_not_changed_by_being_looked_at(sample: str) -> None
 
 def test_the_median_of_two_halves_lies_between_them() -> None:
     told = histogram([0.0, 0.0, 1.0, 1.0])
-    assert told is not None
     assert told["median"] == 0.5
 
 
@@ -290,9 +285,7 @@ def test_a_step_of_several_batches_is_their_mean() -> None:
     assert curve({"reward": points})["data"] == [[1, 2], [0.5, 0.25]]
 
 
-def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_a_large_open_batch_asked_again_read_what_is_new(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trinity_es.events.store.log
 
     make(str(path), batches=1, tasks=1200, payloads=False, dead=True)

@@ -112,9 +112,7 @@ def test_several_adapters_and_two_versions_of_one_answer_in_the_same_steps(
     assert {p.adapter for p in parts} == {("math", 2)}
 
 
-def test_a_version_waits_while_earlier_ones_that_answer_take_all_the_room(
-    live: Live, tiny: Path, folders: list[Path]
-) -> None:
+def test_a_version_waits_while_earlier_ones_take_all_the_room(live: Live, tiny: Path, folders: list[Path]) -> None:
     engine = live.engine  # room for 2 adapters: 5 versions in all, 3 of them in a step
 
     async def pile_up() -> list[Completion]:
@@ -168,9 +166,7 @@ def test_adapters_stay_over_a_change_of_the_models_weights(
     assert difference(ByHand(other), answer(live, ask())) < TOLERANCE
 
 
-def test_adapters_stay_over_weights_that_are_sent(
-    live: Live, other: Path, folders: list[Path]
-) -> None:
+def test_adapters_stay_over_weights_that_are_sent(live: Live, other: Path, folders: list[Path]) -> None:
     load(live, "math", 1, folders[0])
     port, made = free_port(), []
     opening = threading.Thread(target=lambda: made.append(WeightSender("127.0.0.1", port, 2)), daemon=True)
@@ -186,9 +182,7 @@ def test_adapters_stay_over_weights_that_are_sent(
     assert difference(ByHand(other), answer(live, ask())) < TOLERANCE
 
 
-def test_what_can_not_be_loaded_is_named_and_changes_nothing(
-    live: Live, tiny: Path, folders: list[Path], tmp_path: Path
-) -> None:
+def test_what_can_not_be_loaded_changes_nothing(live: Live, tiny: Path, folders: list[Path], tmp_path: Path) -> None:
     load(live, "math", 1, folders[0])
     with pytest.raises(SyncError, match="its rank is 16, and engines take at most 8"):
         load(live, "math", 2, adapter_for(tiny, tmp_path / "high", 0, rank=16))

@@ -42,9 +42,7 @@ async def test_a_load_pauses_reloads_labels_and_resumes(engine: VLLMEngine, tmp_
 
 
 @pytest.mark.parametrize("step", ["reload:new", "trinity_pack_again", "trinity_weights_finite"])
-async def test_whichever_step_fails_the_old_weights_come_back_and_it_is_resumed(
-    engine: VLLMEngine, tmp_path: Path, step: str
-) -> None:
+async def test_whichever_step_fails_the_old_weights_come_back(engine: VLLMEngine, tmp_path: Path, step: str) -> None:
     llm = engine._llm
     if step == "trinity_pack_again":  # fails once, then the way back works
         llm.fail[step] = RuntimeError("boom")

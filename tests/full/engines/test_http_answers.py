@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tests.helpers.endpoint import until
 from tests.helpers.http_engines import EIGHT
 from tests.helpers.vllm_stand_in import StandIn
 from trinity_es.actors.engines.http import engine as http_engine
@@ -95,16 +96,9 @@ class LosesLabels(Wrong):
 
 
 def unmet(server: Wrong, model: Path) -> HTTPEngine:
-    """Return an engine that has not met the server yet."""
     engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": "http://a:1"}))
     engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
     return engine
-
-
-async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
@@ -137,7 +131,6 @@ def server(tiny: Path, spans: bool) -> Wrong:
 
 @pytest.fixture
 async def engine(server: Wrong, tiny: Path) -> AsyncIterator[HTTPEngine]:
-    """An engine that met the server."""
     engine = unmet(server, tiny)
     try:
         await engine.start()
@@ -198,9 +191,7 @@ async def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_f
 
 
 @pytest.mark.parametrize("weights", SHIFTED)
-async def test_weights_are_told_of_each_token_once_in_order(
-    server: Wrong, engine: HTTPEngine, weights: list[tuple[int, int]]
-) -> None:
+async def test_tokens_have_weights_in_order(server: Wrong, engine: HTTPEngine, weights: list[tuple[int, int]]) -> None:
     server.wrong, server.alone = {"weights": [(0, 3), (3, 8)]}, True
     assert [c.version_spans for c in await engine.generate([BAD], EIGHT)] == [  # type: ignore[attr-defined]
         ((0, 0, 3), (0, 3, 8))
@@ -255,9 +246,7 @@ async def test_a_refusal_of_a_server_that_restarted_is_none(server: Wrong, engin
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_server_that_takes_nothing_for_a_while_is_waited_for(
-    server: Wrong, engine: HTTPEngine, status: int
-) -> None:
+async def test_a_server_that_takes_nothing_is_waited_for(server: Wrong, engine: HTTPEngine, status: int) -> None:
     server.wrong = {"status": status, "times": 3}
     assert await engine.generate([5], EIGHT)
     server.wrong = {"status": status, "times": 3}
@@ -286,8 +275,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     monkeypatch.setattr(VLLMServer, "is_paused", look)
     await engine.server.ask("POST", "/pause", mode=mode)
     asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
-    while looked < 20:
-        await asyncio.sleep(0.01)
+    await until(lambda: looked >= 20, "looks for the end of the pause")
     assert not await engine._test_server(), "a pause tells nothing of what the server can"
     assert engine.dead is None
     assert not any(request.done() for request in asked)
@@ -295,9 +283,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     assert await asyncio.gather(*asked) == [8, 8]
 
 
-async def test_a_server_that_answers_a_try_alone_draws_little(
-    server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_server_gets_little(server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = _pauses_before_tries(server, monkeypatch)
     for prompt in (BAD, BAD, BAD, BAD, BAD, 5, BAD):
         with contextlib.suppress(EngineError):
@@ -315,15 +301,12 @@ def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @PLAIN
-async def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(
-    server: Wrong, engine: HTTPEngine
-) -> None:
+async def test_a_server_that_answers_others_and_takes_nothing_new_goes_on(server: Wrong, engine: HTTPEngine) -> None:
     server.args.token_seconds = 0.1
     for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
         engine._last_answer_at = float("-inf")  # it has answered nobody for long
         asked, server.asked = asyncio.create_task(_all_of(engine, others)), 0
-        while not server.asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.asked, "the request")
         server.wrong = {"status": 503}
         with pytest.raises(EngineError, match="answered 503") as failed:
             await engine.generate([BAD], EIGHT)
@@ -377,9 +360,7 @@ async def test_a_server_that_does_not_keep_its_label_is_told_and_not_met_again_a
     assert server.asked == 0
 
 
-async def test_what_keeps_a_server_from_being_met_is_what_its_engine_waits_for(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_waits_for_what_keeps_it_from_its_server(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows when its process was started, so it may have restarted: it is met again, and told why."""
 
     async def nothing(self: VLLMServer) -> str:
@@ -389,23 +370,21 @@ async def test_what_keeps_a_server_from_being_met_is_what_its_engine_waits_for(
     monkeypatch.setattr(VLLMServer, "start_time", nothing)
     engine = unmet(LosesLabels(tiny), tiny)
     starting = asyncio.create_task(engine.start())
-    await until(lambda: engine.waits_for or starting.done())
+    await until(lambda: engine.waits_for or starting.done(), "what it waits for")
     for _ in range(50):
         assert "http://a:1 does not keep the label" in engine.waits_for, "between two meetings, too"
         await asyncio.sleep(0.002)
     await cancelled(starting)
 
 
-async def test_a_server_that_never_answers_a_first_request_is_named_while_it_is_waited_for(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_never_answers_is_named_meanwhile(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
     monkeypatch.setattr(vllm_http_api, "UNANSWERED_SECONDS", 0.05)
     server = Wrong(tiny)
     server.args.latency = 3600.0
     engine = unmet(server, tiny)
     starting = asyncio.create_task(engine.start())
-    await until(lambda: engine.waits_for or starting.done())
+    await until(lambda: engine.waits_for or starting.done(), "what it waits for")
     assert re.match(r"an answer of http://a:1: it has 1 request, and has answered none since 20", engine.waits_for)
     server.args.latency = 0.0
     await cancelled(starting)
@@ -425,17 +404,17 @@ async def test_a_pause_by_somebody_else_and_a_server_that_answers_nobody_are_tol
     await engine.start()
     await engine.server.ask("POST", "/pause", mode="keep")
     asked = asyncio.create_task(engine.generate([5], EIGHT))
-    await until(lambda: engine.runs_wait)
+    await until(lambda: engine.runs_wait, "the pause to be told")
     assert "its requests wait for the end of a pause of http://a:1 " in engine.runs_wait
     assert "POST http://a:1/resume ends it" in engine.runs_wait
     await engine.server.resume()
     await asked
-    await until(lambda: not engine.runs_wait and not engine.waits_for)
+    await until(lambda: not engine.runs_wait and not engine.waits_for, "its end to be told")
     server.args.latency = 3600.0
     asked = asyncio.create_task(engine.generate([5], EIGHT))
-    await until(lambda: engine.waits_for)
+    await until(lambda: engine.waits_for, "the silence to be told")
     assert "an answer of http://a:1: it has 1 request, and has answered none since" in engine.waits_for
     assert engine.runs_wait == "", "nothing is known to be wrong with it"
     await cancelled(asked)
-    await until(lambda: not engine.waits_for)
+    await until(lambda: not engine.waits_for, "its end to be told")
     await engine.stop()

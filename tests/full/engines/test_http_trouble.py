@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.http_engines import EIGHT, met
+from tests.helpers.http_engines import EIGHT, met, stood_in
 from tests.helpers.servers import ended, stand_in
 from trinity_es.actors.engines.http import engine as http_engine
 from trinity_es.actors.engines.http import vllm_api as vllm_http_api
@@ -48,35 +48,28 @@ async def test_a_server_whose_runner_ended_in_a_change_is_loaded_again(tiny: Pat
 async def test_a_server_that_falls_silent_in_a_change_ends_the_engine(
     tiny: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = stand_in(tiny, tmp_path / "log", "--load-seconds", "2").start()
     monkeypatch.setattr(http_engine, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(vllm_http_api, "STATUS_SECONDS", 0.5)
     monkeypatch.setattr(vllm_http_api, "CONNECT_SECONDS", 0.5)
-    with ended(server):
-        async with met(server.ready(), tiny) as engine:
-            loading = asyncio.create_task(engine.load_weights(1, str(other)))
-            await asyncio.sleep(0.5)
-            assert server.process is not None
-            os.killpg(server.process.pid, signal.SIGSTOP)
-            with pytest.raises(EngineError, match="does not answer") as failed:
-                await asyncio.wait_for(loading, 15)
-            assert failed.value.details["dead"]
+    async with stood_in(tiny, tmp_path, "--load-seconds", "2") as (server, engine):
+        loading = asyncio.create_task(engine.load_weights(1, str(other)))
+        await asyncio.sleep(0.5)
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="does not answer") as failed:
+            await asyncio.wait_for(loading, 15)
+        assert failed.value.details["dead"]
 
 
-async def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(
-    tiny: Path, other: Path, tmp_path: Path
-) -> None:
-    server = stand_in(tiny, tmp_path / "log", "--load-seconds", "1").start()
-    with ended(server):
-        async with met(server.ready(), tiny) as engine:
-            loading = asyncio.create_task(engine.load_weights(1, str(other)))
-            await asyncio.sleep(0.3)
-            await engine.stop()
-            await loading
-            assert server.ask("/weight_info")["weight_version"].startswith("trinity-es/1/")
-            assert not server.ask("/is_paused")["is_paused"]
-            with pytest.raises(ServerGone, match="was closed: its engine was stopped"):
-                await engine.server.unhealthy()
+async def test_a_stop_lets_a_change_of_weights_end_and_asks_no_more(tiny: Path, other: Path, tmp_path: Path) -> None:
+    async with stood_in(tiny, tmp_path, "--load-seconds", "1") as (server, engine):
+        loading = asyncio.create_task(engine.load_weights(1, str(other)))
+        await asyncio.sleep(0.3)
+        await engine.stop()
+        await loading
+        assert server.ask("/weight_info")["weight_version"].startswith("trinity-es/1/")
+        assert not server.ask("/is_paused")["is_paused"]
+        with pytest.raises(ServerGone, match="was closed: its engine was stopped"):
+            await engine.server.unhealthy()
 
 
 async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
@@ -88,39 +81,31 @@ async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
     await server.close()
 
 
-async def test_the_watch_goes_on_whatever_a_look_raises(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = stand_in(tiny, tmp_path / "log").start()
-    with ended(server):
-        async with met(server.ready(), tiny) as engine:
-            looked = asyncio.Event()
+async def test_the_watch_outlives_every_error(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stood_in(tiny, tmp_path) as (server, engine):
+        looked = asyncio.Event()
 
-            async def strange(self: VLLMServer) -> str:
-                looked.set()
-                raise LookupError("nobody thought of this")
+        async def strange(self: VLLMServer) -> str:
+            looked.set()
+            raise LookupError("nobody thought of this")
 
-            with monkeypatch.context() as patched:
-                patched.setattr(VLLMServer, "label", strange)
-                await asyncio.wait_for(looked.wait(), 10)
-            server.kill()
-            await asyncio.wait_for(engine._died.wait(), 10)
+        with monkeypatch.context() as patched:
+            patched.setattr(VLLMServer, "label", strange)
+            await asyncio.wait_for(looked.wait(), 10)
+        server.kill()
+        await asyncio.wait_for(engine._died.wait(), 10)
 
 
-async def test_a_server_too_busy_to_say_who_it_is_fails_a_request_alone(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = stand_in(tiny, tmp_path / "log", "--no-scale-out").start()
+async def test_a_busy_server_fails_a_request_alone(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)  # nobody else looks
-    with ended(server):
-        async with met(server.ready(), tiny) as engine:
-            with monkeypatch.context() as patched:
-                patched.setattr(vllm_http_api, "STATUS_SECONDS", 0.0)
-                with pytest.raises(EngineError, match="does not answer") as failed:
-                    await engine.generate("a", EIGHT)
-            assert not failed.value.details.get("dead")
-            assert engine.dead is None
-            assert await engine.generate("a", EIGHT)
+    async with stood_in(tiny, tmp_path, "--no-scale-out") as (_, engine):
+        with monkeypatch.context() as patched:
+            patched.setattr(vllm_http_api, "STATUS_SECONDS", 0.0)
+            with pytest.raises(EngineError, match="does not answer") as failed:
+                await engine.generate("a", EIGHT)
+        assert not failed.value.details.get("dead")
+        assert engine.dead is None
+        assert await engine.generate("a", EIGHT)
 
 
 async def test_a_start_says_that_it_waits_for_the_restart_command(tiny: Path, other: Path, tmp_path: Path) -> None:

@@ -74,9 +74,7 @@ def test_a_chunk_says_which_weights_made_it_although_they_changed_in_flight(
     assert answer.version_spans == ((0, 0, middle), (1, middle, LENGTH))
 
 
-def test_trap_4_a_prompt_that_goes_on_finds_its_blocks_in_the_same_engine_and_none_of_old_weights(
-    live: Live, other: Path
-) -> None:
+def test_trap_4_a_prompt_that_goes_on_finds_its_blocks_and_none_of_old_weights(live: Live, other: Path) -> None:
     """The engine reads again what fills no block, or after a change of weights everything."""
     cached: list[tuple[int, int]] = []
     source = live.engine.outputs

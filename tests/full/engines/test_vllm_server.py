@@ -159,9 +159,7 @@ def test_logprobs_that_a_client_asks_for_have_their_names(session: Session, more
 @pytest.mark.parametrize(("character", "asked"), [
     ("b", {"stop": ["b"]}), ("b", {"stop_token_ids": [65]}), ("\u65e5", {"ignore_eos": True}),
 ], ids=["a stop string", "a stop token", "part of a character"])
-def test_a_text_that_is_empty_for_its_client_is_kept_as_empty(
-    session: Session, character: str, asked: dict[str, Any]
-) -> None:
+def test_a_text_that_is_empty_for_its_client_stays_so(session: Session, character: str, asked: dict[str, Any]) -> None:
     first = session.live.engine.tokenizer.encode(character)[0]
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "allowed_token_ids": [first], **asked}
     told = session.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
@@ -278,9 +276,7 @@ def test_a_run_s_sampling_holds_where_a_request_says_nothing(live: Live, server:
     assert [e.info.get("further_sampling") for e in found] == [None, None, {"stop_token_ids": [250, 251]}]
 
 
-def test_an_answer_that_is_longer_than_the_room_that_is_left_is_cut_where_nobody_asked_for_more(
-    live: Live, server: EngineServer
-) -> None:
+def test_an_answer_longer_than_the_room_left_is_cut_if_nobody_asked_for_more(live: Live, server: EngineServer) -> None:
     session = Session(live, server, max_tokens=10_000, ignore_eos=True)
     prompt = [5] * 250
     session.openai.completions.create(model="tiny", prompt=prompt)
@@ -289,9 +285,7 @@ def test_an_answer_that_is_longer_than_the_room_that_is_left_is_cut_where_nobody
     assert [(len(e.tokens), e.truncate_status) for e in session.kept()] == [(256, "response_truncated")] * 3
 
 
-def test_a_stream_of_responses_is_recorded_before_its_client_has_its_end(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_of_responses_is_recorded_before_its_end(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     made = RequestRecord.experiences
 
     def slow(record: RequestRecord) -> list[Experience]:

@@ -12,7 +12,6 @@ from trinity_es.environments.installs import Installed
 
 @pytest.fixture(scope="package")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The environment, as a user installs it."""
     with pytest.MonkeyPatch.context() as variables:
         variables.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path_factory.mktemp("environments")))
         yield environment(LETTERS)

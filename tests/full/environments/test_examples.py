@@ -59,7 +59,6 @@ def playing(example: str, folder: Path, **more: object) -> Iterator[str]:
 
 
 def trained(log: Log, step: int) -> list[Experience]:
-    """Return what a trainer is given of a step."""
     [finalized] = [r.event for r in log.read(stream=f"batch/{step}", types=["BatchFinalized"])]
     assert isinstance(finalized, ev.BatchFinalized)
     with closing(log.payloads()) as payloads:
@@ -67,7 +66,6 @@ def trained(log: Log, step: int) -> list[Experience]:
 
 
 def require_each_once(log: Log, tasks: int) -> None:
-    """Require each run of each task of each step once, learned from by the ids that the engine sampled."""
     assert log.verify() == []
     for step in range(1, STEPS + 1):
         found = trained(log, step)
@@ -119,7 +117,6 @@ def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_an
 
 
 def runs_of(store: str, step: int) -> int:
-    """Return how many runs of a step have ended."""
     try:
         with trinity_es.open_log(store) as log:
             done = [r.event for r in log.read(types=["TaskFinished", "RunsFinished"], stream=f"batch/{step}")]

@@ -34,7 +34,6 @@ class Noted(Server):
     note: Path
 
     def open(self) -> int:
-        """Return how many episodes have begun and are not over."""
         lines = Counter(self.note.read_text().split())
         return lines["begun"] - lines["over"]
 
@@ -125,9 +124,7 @@ async def test_a_server_that_pings_is_answered_while_the_model_writes(narrow_ser
     ({"parser": f"{__name__}:no_action"}, "workflow", "not a valid action: what is e?"),
     ({"parser": f"{__name__}:unknown_fields"}, "workflow", "VALIDATION_ERROR"),
 ])
-async def test_what_fails_is_a_failure_of_its_kind(
-    server: Noted, how: dict[str, Any], kind: str, said: str
-) -> None:
+async def test_what_fails_is_a_failure_of_its_kind(server: Noted, how: dict[str, Any], kind: str, said: str) -> None:
     [done] = await played(runner_that_says("e"), task(server, **how))
     assert done.experiences == []
     assert [f[1] for f in done.failures] == [kind]

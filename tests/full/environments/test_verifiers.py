@@ -97,7 +97,6 @@ async def test_an_episode_is_an_experience_of_what_was_sampled_and_of_nothing_el
         assert e.reward == e.metrics["share"]
         assert e.metrics["turns"] == 2.0
         assert e.info["environment"] == "letters-env 0.3"
-        assert e.logprobs is not None
         assert (e.logprobs[e.action_mask] < 0).all()
         ids, at = e.tokens.tolist(), [e.prompt_length + i for i in np.flatnonzero(e.action_mask)]
         text = bytes(ids[i] for i in at).decode()

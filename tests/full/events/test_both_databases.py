@@ -20,14 +20,13 @@ from starlette.testclient import TestClient
 from benchmarks.sample_log import make
 from benchmarks.sample_run import START, TimedLog
 from tests.helpers.handmade import cli
+from tests.helpers.timed_logs import long_batch
 from trinity_es.client.argument_checks import whole_number
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError
-from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
@@ -39,28 +38,8 @@ NOW = START + 86_400
 
 
 def fill(url: str) -> None:
-    """A run that died, and a batch whose texts have a megabyte."""
     make(url, batches=11, tasks=5, seed=4, hostile=True, dead=True)
-    store = open_payloads(url, durability="process")
-    made = [Experience(eid=EID(batch="long", task=0, run=run, suffix=str(run)), tokens=[1, 2], prompt_length=1,
-                       response_text=LONG if run == 0 else "short") for run in range(2)]
-    digest = store.put(Experience.serialize_many(made))
-    store.close()
-    unit = {"task": 0, "run_id_base": 0, "runs": 2}
-    sent = {"runner": "runner-0", "incarnation": 1, "model_version": 4}
-    long: list[ev.Event] = [
-        ev.BatchSubmitted(batch_id="long", batch_type="train", repeat_times=[2], max_attempts=2,
-                          tasks=[{"raw_task": {"prompt": LONG}, "index": {"taskset": LONG[:5000], "index": 0}}]),
-        ev.TasksDispatched(**sent, units=[ev.Unit(**unit, attempt=1)]),
-        ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
-                         kind="workflow", message=LONG, retry=True),
-        ev.TasksDispatched(**sent, units=[ev.Unit(**unit, attempt=2)]),
-        ev.StallDetected(waiting_on=LONG, since=1.0),
-        ev.TaskFinished(task=0, run_id_base=0, attempt=2, runner="runner-0", incarnation=1, seconds=1.0,
-                        runs=[ev.RunResult(run=r, metrics={"reward": 0.5}) for r in range(2)], model_version=4,
-                        model_version_end=4, payload=ev.PayloadRef(digest=digest, first=0, count=2)),
-        ev.TaskDropped(tasks=[0], reason=LONG),
-    ]
+    long = [*long_batch(url, LONG), ev.TaskDropped(tasks=[0], reason=LONG)]
     weights: list[ev.Event] = [ev.WeightsPublished(version=5, path=LONG, method="m\0" * 3000)]
     lost: list[ev.Event] = [ev.RunnerLost(runner="runner-0", incarnation=99, reason=LONG)]
     with TimedLog.open(url, durability="process", projectors=projectors()) as log:

@@ -52,7 +52,6 @@ def copy(sound: Path, tmp_path: Path) -> Path:
 
 
 def write(path: Path, data: bytes, at: int, by: int) -> None:
-    """Write this data with one byte changed."""
     path.write_bytes(data[:at] + bytes([data[at] ^ by]) + data[at + 1 :])
 
 

@@ -70,7 +70,6 @@ def fill(url: str) -> None:
 
 
 def another(value: Any, kind: str) -> Any:
-    """Another value of the same type."""
     if isinstance(value, bytes | memoryview):
         value = bytes(value)
         return value.replace(b'"pid":', b'"pid":1') if b'"pid":' in value else bytes([value[0] ^ 1]) + value[1:]
@@ -119,9 +118,7 @@ def named(table: str, column: str, is_key: bool, found: Verification) -> bool:
     return any(f"table {table}, row" in problem and f": {column} is " in problem for problem in found.problems)
 
 
-def test_a_changed_value_in_any_column_is_found_and_named(
-    store_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_value_in_any_column_is_found_and_named(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     url = store_url
     fill(url)
     missed, done = [], 0

@@ -153,9 +153,7 @@ def test_a_file_that_is_moved_in_the_middle_of_a_commit_is_not_acknowledged(
 
 @pytest.mark.parametrize("suffix", ["-wal", "-shm"])
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
-def test_a_write_ahead_log_that_lost_its_name_is_saved_whole(
-    log: EventLog, path: Path, suffix: str, how: str
-) -> None:
+def test_a_write_ahead_log_that_lost_its_name_is_saved_whole(log: EventLog, path: Path, suffix: str, how: str) -> None:
     for i in range(1, 20):
         write(log, "a", i)
     beside = Path(f"{path}{suffix}")
@@ -219,9 +217,7 @@ def test_a_deleted_log_is_not_made_again_empty_by_who_had_it_open(log: EventLog,
 
 
 @pytest.mark.parametrize("away", [renamed_over, deleted, folder_renamed])
-def test_a_reader_is_told_and_goes_on_when_the_file_is_back(
-    log: EventLog, path: Path, away: Callable[[Path], Callable[[], None]]
-) -> None:
+def test_a_reader_goes_on_with_the_file(log: EventLog, path: Path, away: Callable[[Path], Callable[[], None]]) -> None:
     with EventLog.open(str(path), read_only=True) as reader:
         assert reader.head().position == 1
         put_back = away(path)

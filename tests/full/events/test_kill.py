@@ -26,8 +26,6 @@ KILLS = 52 if ALL else 24
 
 
 class Cast:
-    """The processes of the test, by role; a killed one is started again."""
-
     def __init__(self, url: str, folder: Path) -> None:
         self._url, self._folder, self._lives = url, folder, 0
         self._ready: dict[str, Path] = {}

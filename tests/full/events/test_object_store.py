@@ -91,9 +91,7 @@ def test_a_log_keeps_the_place_that_it_records(url: str, bucket_url: str, tmp_pa
         settle_place(url, f"file://{tmp_path}/shared")
 
 
-def test_the_first_release_refuses_a_log_that_records_a_place(
-    url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_release_refuses_a_recorded_place(url: str, bucket_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "SCHEMA_REV", 1)
     EventLog.open(url).close()
     monkeypatch.undo()
@@ -152,10 +150,10 @@ def test_http_has_to_be_allowed(bucket_url: str, monkeypatch: pytest.MonkeyPatch
         Objects(bucket_url, 5.0).require_bucket()
 
 
-def _doctor_on(place: str, folder: Path) -> Any:
-    """Return what `doctor` finds out about a config's place of payloads."""
+def _doctor_on(place: str, folder: Path, key: str = "payloads") -> Any:
+    """Return what `doctor` finds out about a config's place of payloads, or (`key` is `url`) a log's."""
     config = folder / "config.yaml"
-    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{payloads: '{place}'}}\n")
+    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{{key}: '{place}'}}\n")
     done = cli("doctor", config, "--json")
     [found] = [f for f in json.loads(done.stdout)["findings"] if f["what"] == "payloads"]
     assert done.exit_code == (found["verdict"] != "ok")
@@ -181,11 +179,7 @@ def test_doctor_names_what_is_wrong_with_a_place(
 
 def test_doctor_looks_at_the_place_that_the_log_records(url: str, bucket_url: str, tmp_path: Path) -> None:
     settle_place(url, bucket_url)
-    config = tmp_path / "config.yaml"
-    config.write_text(f"explorer: {{rollout_model: {{engine_type: scripted}}}}\nstore: {{url: '{url}'}}\n")
-    findings = json.loads(cli("doctor", config, "--json").stdout)["findings"]
-    [found] = [f for f in findings if f["what"] == "payloads"]
-    assert recorded_place(url, patience=1.0) in found["told"]
+    assert recorded_place(url, patience=1.0) in _doctor_on(url, tmp_path, "url")["told"]
 
 
 def test_no_error_shows_a_credential(bucket_url: str, monkeypatch: pytest.MonkeyPatch, own_s3: S3Server) -> None:
@@ -203,7 +197,6 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told_at_once(
     status: int, code: str, passing: bool, scheme: str, own_s3: S3Server, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that refuses twice."""
     secret = base64.b64encode(b"a-secret-of-tests").decode()
     with refusing_server(status, code, 2) as address:
         account = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": secret,

@@ -60,9 +60,7 @@ def store(store_url: str) -> Iterator[PayloadStore]:
     store.close()
 
 
-def test_a_process_that_got_the_place_at_its_start_does_not_open_a_sqlite_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_knows_the_place_opens_no_sqlite_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shared").mkdir()
     for name, wanted in {"moved.db": f"file://{tmp_path}/shared", "beside.db": ""}.items():
         url = f"sqlite:///{tmp_path / name}"
@@ -130,9 +128,7 @@ def test_changed_bytes_are_never_returned(store: PayloadStore, store_url: str) -
 
 
 @pytest.mark.parametrize("length", [0, 3, 19_000])
-def test_what_a_loss_of_power_left_is_put_right_by_putting_it_again(
-    store: PayloadStore, store_url: str, length: int
-) -> None:
+def test_what_a_loss_of_power_left_is_right_after_a_put(store: PayloadStore, store_url: str, length: int) -> None:
     """A file that is cut short, or of the right length, and zeros."""
     data = b"tokens of a rollout" * 1000
     digest = store.put(data)
@@ -266,9 +262,7 @@ def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
         open_payloads(str(tmp_path / "file" / "log.db"))
 
 
-def test_a_put_into_a_folder_that_a_killed_put_left_brings_its_name_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_into_a_folder_of_a_killed_put_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "log.db.payloads"
     (root / digest_of(b"one")[:2]).mkdir(parents=True)  # and was killed
     store = open_payloads(str(tmp_path / "log.db"))
@@ -285,9 +279,7 @@ def test_a_put_into_a_folder_that_a_killed_put_left_brings_its_name_to_the_disk(
     assert root not in synced, "once is enough"
 
 
-def test_a_put_that_dies_before_its_last_step_leaves_nothing_under_the_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_that_dies_before_its_end_leaves_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 

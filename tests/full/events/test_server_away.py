@@ -56,8 +56,6 @@ def impatient(url: str) -> Log:
 
 
 class Command:
-    """A command of the auditor in a process, and the lines that it says."""
-
     def __init__(self, *words: str) -> None:
         self.out: list[str] = []
         self.err: list[str] = []
@@ -96,9 +94,7 @@ def started() -> Iterator[Callable[..., Command]]:
         command.process.wait(30)
 
 
-def test_events_f_waits_for_the_server_and_misses_nothing(
-    urls: tuple[str, str], wire: Wire, started: Callable[..., Command]
-) -> None:
+def test_events_f_waits_and_misses_nothing(urls: tuple[str, str], wire: Wire, started: Callable[..., Command]) -> None:
     following = started("events", "-f", "--json", "--log", urls[0])
     following.says(following.out, '"position":', 3)
     wire.cut()
@@ -150,9 +146,7 @@ def test_without_trouble_who_follows_gets_the_error(urls: tuple[str, str], wire:
             list(following)
 
 
-async def test_the_stream_of_a_page_tells_it_and_goes_on(
-    urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_page_s_stream_tells_it(urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "PATIENCE_SECONDS", 0.1)
     tail = live.Tail(urls[0], interval=0.01)
     await tail.start()

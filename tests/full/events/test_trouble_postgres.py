@@ -173,17 +173,6 @@ def left(connection: psycopg.Connection) -> list[Any]:
 
 @pytest.mark.postgres
 class TestAServerThatRestarts:
-    def test_connections_of_the_pool_are_made_anew(self, own_server: Server) -> None:
-        """Also where nobody tries twice: read models are read from the engine itself."""
-        url = own_server.url(own_server.new_database())
-        with EventLog.open(url, create=True) as log:
-            write(log, "a", 0)
-            own_server.stop()
-            own_server.start()
-            wait_until(lambda: own_server.answers(), "the server to answer")
-            with log.engine.connect() as connection:
-                assert connection.execute(text("SELECT count(*) FROM es_event")).scalar_one() == 1
-
     def test_loses_nothing_that_was_acknowledged_also_with_the_lesser_durability(self, own_server: Server) -> None:
         url = own_server.url(own_server.new_database())
         with EventLog.open(url, create=True, durability="process") as log:
@@ -191,6 +180,9 @@ class TestAServerThatRestarts:
                 write(log, "a", i)
             own_server.stop()
             own_server.start()
+            wait_until(lambda: own_server.answers(), "the server to answer")
+            with log.engine.connect() as connection:  # nobody tries twice here: the pool itself connects again
+                assert connection.execute(text("SELECT count(*) FROM es_event")).scalar_one() == 20
             assert log.head().position == 20
 
     def test_payloads_wait_for_it_and_are_stored_once(self, own_server: Server) -> None:
@@ -223,3 +215,24 @@ class TestAServerThatRestarts:
             assert log.is_reachable()
             assert log.head().position == 2
             assert log.verify() == []
+
+
+def database(postgres: Callable[[], str], encoding: str) -> str:
+    url = postgres()
+    server, _, _ = url.partition("?")[0].rpartition("/")
+    name = f"encoded_{encoding.lower()}"
+    with psycopg.connect(url.replace("postgresql+psycopg", "postgresql"), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0")
+    query = url.partition("?")[2]
+    return f"{server}/{name}" + (f"?{query}" if query else "")
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_is_not_in_utf8_is_refused_by_its_encoding(postgres: Callable[[], str], encoding: str) -> None:
+    url = database(postgres, encoding)
+    with pytest.raises(ConfigError, match=rf"the encoding of .* is {encoding}, .*: make the database with CREATE"):
+        EventLog.open(url, create=True)
+    refused = ConfigError if encoding == "SQL_ASCII" else LogNotFound
+    with pytest.raises(refused, match=r"is (SQL_ASCII|an empty database)"):
+        EventLog.open(url, create=False, read_only=True)  # nothing was written

@@ -31,26 +31,15 @@ DEPLOY = ROOT / "deploy"
 IMAGE_FOLDER = "/run/trinity"
 """The folder in which an image's commands run."""
 CLI = [sys.executable, "-m", "trinity_es"]
-
-
-def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / "trinity-es.yaml").read_text()))
-
-
-def skypilot() -> dict[str, Any]:
-    return dict(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text()))
-
-
-def compose() -> dict[str, Any]:
-    return dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text()))
+DOCUMENTS: list[Any] = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "trinity-es.yaml").read_text()))
+SKYPILOT, COMPOSE = (yaml.safe_load((DEPLOY / name).read_text()) for name in ("skypilot.yaml", "compose.yaml"))
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
-    """Every command of ours in these files, and where it stands."""
-    for document in documents():
+    for document in DOCUMENTS:
         for container in document.get("spec", {}).get("template", {}).get("spec", {}).get("containers", []):
             yield f"kubernetes {container['name']}", container["args"]
-    yield "compose head", compose()["services"]["head"]["command"]
+    yield "compose head", COMPOSE["services"]["head"]["command"]
     texts = [DEPLOY / "compose.yaml", DEPLOY / "slurm.sbatch", DEPLOY / "skypilot.yaml"]
     for path in (*texts, *sorted((DEPLOY / "systemd").iterdir())):
         text = re.sub(r"\\\n", " ", path.read_text())
@@ -84,7 +73,7 @@ def test_no_command_line_holds_a_secret() -> None:
 
 
 def test_what_kubernetes_is_told_fits_together() -> None:
-    found = {(d["kind"], d["metadata"]["name"]): d for d in documents()}
+    found = {(d["kind"], d["metadata"]["name"]): d for d in DOCUMENTS}
     assert set(found) == {
         ("Service", "trinity-es-head"), ("Service", "trinity-es-host"), ("PersistentVolumeClaim", "trinity-es"),
         ("NetworkPolicy", "trinity-es-head"), ("Job", "trinity-es-head"), ("StatefulSet", "trinity-es-host")}
@@ -132,7 +121,7 @@ def by_tool(name: str, *words: str, **env: str) -> str:
 def test_kubernetes_knows_all_of_it() -> None:
     """Against the schemas of the API, strictly: an unknown field is an error."""
     said = by_tool("kubernetes-validate", "--strict", str(DEPLOY / "kubernetes" / "trinity-es.yaml"))
-    assert said.count("passed for resource") == len(documents())
+    assert said.count("passed for resource") == len(DOCUMENTS)
 
 
 def test_bash_reads_the_script_for_slurm() -> None:
@@ -147,24 +136,24 @@ def test_a_tool_finds_nothing(tool: str, file: str) -> None:
 @pytest.mark.parametrize("part", ["setup", "run"])
 def test_shellcheck_finds_nothing_in_the_parts_for_skypilot(part: str, tmp_path: Path) -> None:
     script = tmp_path / "script"
-    script.write_text(f"#!/bin/bash\n# shellcheck disable=SC2016\n{skypilot()[part]}")
+    script.write_text(f"#!/bin/bash\n# shellcheck disable=SC2016\n{SKYPILOT[part]}")
     by_tool("shellcheck", str(script))
 
 
 def test_what_skypilot_is_told_is_what_it_knows() -> None:
     """By the names in its documentation: its package pins more than an environment of tests can have."""
-    task = skypilot()
-    assert set(task) == {"name", "num_nodes", "resources", "workdir", "secrets", "setup", "run"}
-    assert set(task["resources"]) == {"accelerators", "use_spot"}
-    assert set(re.findall(r"\$\{?(\w+)", task["run"])) - {"head"} == {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "oc"}
+    assert set(SKYPILOT) == {"name", "num_nodes", "resources", "workdir", "secrets", "setup", "run"}
+    assert set(SKYPILOT["resources"]) == {"accelerators", "use_spot"}
+    named = set(re.findall(r"\$\{?(\w+)", SKYPILOT["run"]))
+    assert named == {"head", "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "oc"}
 
 
 def test_skypilot_takes_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     sky = pytest.importorskip("sky", reason="there is no skypilot here: it pins what these tests have newer")
     monkeypatch.setenv("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
     monkeypatch.chdir(ROOT)
-    task = sky.Task.from_yaml_config({**skypilot(), "secrets": dict.fromkeys(skypilot()["secrets"], "x" * 40)})
-    assert task.num_nodes == skypilot()["num_nodes"]
+    task = sky.Task.from_yaml_config({**SKYPILOT, "secrets": dict.fromkeys(SKYPILOT["secrets"], "x" * 40)})
+    assert task.num_nodes == SKYPILOT["num_nodes"]
 
 
 def test_the_image_holds_the_project_and_not_what_else_a_checkout_holds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,13 +22,14 @@ import psutil
 import pytest
 
 import trinity_es
+from benchmarks.chaos_hosts_account import SHARE
 from tests.helpers.handmade import cli
-from tests.helpers.hosts import Head, StartHead, has_settled, host_joins, ready, with_host
+from tests.helpers.hosts import KEY, Head, StartHead, has_settled, head_of, host_joins, ready, with_host
 from tests.helpers.links import Network, network
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.s3_server import BUCKET, S3Server
 from tests.helpers.servers import free_port
-from tests.helpers.systems import end, kill_system, pid_of, scripted
+from tests.helpers.systems import end, kill_system, pid_of, scripted, sleepers
 from trinity_es import Task
 from trinity_es.client import health
 from trinity_es.events import vocabulary as ev
@@ -64,9 +66,7 @@ def test_a_host_that_joins_in_a_batch_gets_its_share_and_one_that_leaves_loses_n
     assert [type(e).__name__ for e in head.events(ev.RunnerLost, ev.RunnerRetired)] == ["RunnerRetired"]
 
 
-def test_a_host_that_dies_is_lost_in_time_and_what_it_had_is_attempted_elsewhere_unblamed(
-    start_head: StartHead
-) -> None:
+def test_a_host_that_dies_is_lost_in_time_and_its_work_is_done_elsewhere_unblamed(start_head: StartHead) -> None:
     head = start_head()
     with host_joins(head.url, "b", head.folder) as b, host_joins(head.url, "c", head.folder):
         ready(head.client, "b")
@@ -114,9 +114,7 @@ def test_a_connection_that_breaks_and_is_made_again_in_time_costs_nothing(start_
 
 
 @pytest.mark.parametrize("lost", of_the_day(["both ways", "to head", "to host"]))
-def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another_epoch(
-    start_head: StartHead, lost: str
-) -> None:
+def test_a_host_without_network_is_lost_and_comes_back_as_another_epoch(start_head: StartHead, lost: str) -> None:
     """And nothing that its first life says counts any more."""
     with over_a_network(start_head) as (head, between):
         if lost == "both ways":
@@ -140,9 +138,7 @@ def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another
     assert {e.runner for e in head.events(ev.AttemptFailed)} <= {"runner-0@b"}
 
 
-def test_a_host_that_is_told_to_leave_while_its_network_is_away_leaves_in_order_when_it_is_back(
-    start_head: StartHead
-) -> None:
+def test_a_host_told_to_leave_while_its_network_is_away_leaves_in_order_when_back(start_head: StartHead) -> None:
     with network(free_port()) as between:
         head = start_head(between.port)
         between.to(head.port)
@@ -211,9 +207,7 @@ class Lacked(SleepWorkflow):
 
 
 def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
-    head = start_head()
-    with host_joins(head.url, "b", head.folder):
-        ready(head.client, "b")
+    with with_host(start_head) as (head, _):
         head.submit(1, 96, 0.5)
         wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
         psutil.Process(pid_of(head.client, "coordinator")).kill()
@@ -314,9 +308,7 @@ def test_on_a_machine_that_takes_no_part_who_leads_is_told_and_nobody_is_sent_to
     assert "down" not in {r["state"] for r in found["runners"]}
 
 
-def test_a_client_finds_whichever_host_of_its_machine_takes_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_finds_any_host_of_its_machine_taking_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     config = scripted(tmp_path / "logs", store={"url": "postgresql://nobody@127.0.0.1:1/run"})
     monkeypatch.setattr("trinity_es.system.running_system.find_head", lambda config: None)
@@ -350,9 +342,7 @@ def test_what_can_t_be_joined_is_refused_with_the_way_out(
                                  "--key-file", str(tmp_path / "missing"))
 
 
-def test_a_host_puts_its_payloads_into_s3_past_the_head(
-    s3: S3Server, start_head: StartHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_puts_payloads_into_s3(s3: S3Server, start_head: StartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both reach the same bucket by an address of their own, and that of the head is shut while the host works."""
     of_head = S3Server()
     monkeypatch.setenv("AWS_ENDPOINT_URL", of_head.endpoint)
@@ -373,3 +363,65 @@ def test_a_host_puts_its_payloads_into_s3_past_the_head(
     finally:
         if of_head.is_up:
             of_head.stop()
+
+
+# --- how work spreads over hosts: to each its share, and no place idle while work waits -------------------------------
+HOSTS = ("b", "c", "d")
+PLACES = 8
+"""Of each host, as of the head."""
+SECONDS = 1.0
+"""How long a task takes."""
+
+
+def idle_beside_overfull(url: str, batch: int) -> list[str]:
+    """Return when a place was idle, by the log, while a unit waited for one: not dispatched, or behind others.
+
+    For half a task, at least: what a runner says takes its time to the log, on a busy machine above all.
+    """
+    found: list[str] = []
+    load, waiting, behind, since = dict.fromkeys(("", *HOSTS), 0), 0, 0, float("inf")
+    with trinity_es.open_log(url) as log:
+        commits: dict[float, list[ev.Event]] = {}
+        for item in log.events(batch):
+            commits.setdefault(item.recorded_at, []).append(item.event)
+    for at, events in commits.items():
+        if at - since >= SECONDS / 2:
+            found.append(f"{waiting} waited, {behind} behind others for {at - since:.2f} s: {load}")
+        for event in events:
+            match event:
+                case ev.BatchSubmitted():
+                    waiting += len(event.repeat_times)
+                case ev.TasksDispatched():
+                    waiting -= len(event.units)
+                    load[host_of(event.runner)] += len(event.units)
+                case ev.RunsFinished():
+                    load[host_of(event.runner)] -= 1
+        behind = sum(max(0, units - PLACES) for units in load.values())
+        now = waiting + behind > 0 and min(load.values()) < PLACES
+        since = min(since, at) if now else float("inf")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_f3_four_hosts_get_their_shares_and_no_place_is_idle_while_work_waits(
+    postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
+    url = postgres()
+    with head_of(url, tmp_path) as head, contextlib.ExitStack() as stack:
+        for name in HOSTS:
+            stack.enter_context(host_joins(url, name, tmp_path))
+        for name in HOSTS:
+            ready(head.client, name)
+        head.submit(1, 320, SECONDS)
+        head.finish(1, 320)
+        ran = head.ran_on(1)
+        assert all(abs(ran[name] / 80 - 1) <= SHARE for name in ("", *HOSTS)), ran
+        assert idle_beside_overfull(url, 1) == []
+
+        # Short units, of which some wait in a runner, and then long ones
+        short, long = sleepers(400, seconds=0.01), sleepers(96, seconds=1.0)
+        head.client.submit_batch(batch_id=2, tasks=[*short, *long], batch_type="train")
+        head.finish(2, 496)
+        assert idle_beside_overfull(url, 2) == []

@@ -20,7 +20,6 @@ TASKS = 12
 
 
 def kill(head: Head, host: JoinedHost, what: str) -> None:
-    """kill -9 of all processes of a host, or of one."""
     if what == "host":
         host.kill()
         return

@@ -109,7 +109,6 @@ def test_a_bit_that_changes_on_the_way_ends_the_connection_before_it_is_unpickle
 
 
 def until_it_ends(connection: socket.socket) -> bytes:
-    """Return what comes until the other side ends the connection."""
     connection.settimeout(20)
     heard = b""
     while True:

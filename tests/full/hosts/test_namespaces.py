@@ -15,6 +15,7 @@ from tests.helpers.of_the_day import FAULTS, by_turns
 from tests.helpers.paths import ROOT
 from tests.helpers.servers import free_port
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import EventLog
 from trinity_es.testing import wait_until
 
 pytestmark = [
@@ -59,7 +60,6 @@ with trinity_es.connect(config) as client:
 
 
 def client_on(host: JoinedHost, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Have a client on this host play a batch."""
     command = [*host.inside(), sys.executable, "-c", CLIENT, str(folder / "client"), host.url]
     env = {**host.env, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -123,3 +123,31 @@ def test_f1_nothing_is_lost_or_doubled_whatever_happens_to_hosts_network_and_dat
             head.finish(4, 96)
     assert {e.kind for e in head.events(ev.AttemptFailed)} == {"runner_lost"}
     assert not any(e.blamed for e in head.events(ev.AttemptFailed))
+
+
+HOLDS = """
+import os, sys, time
+from trinity_es.events.store.database.database import Database
+
+with Database(sys.argv[1]).engine.connect() as connection:
+    connection.exec_driver_sql("SELECT * FROM es_log_head FOR UPDATE")
+    handle = connection.connection.dbapi_connection.fileno()
+    os.write(handle, b"P" + (1000).to_bytes(4, "big") + b"half of a message")
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_of_a_host_cut_off_in_the_middle_of_a_message_is_let_go(network: Network, database: Postgres) -> None:
+    EventLog.open(database.url, create=True).close()
+    held = subprocess.Popen([*network.add("x"), sys.executable, "-c", HOLDS, database.url], cwd=ROOT,
+                            stdout=subprocess.PIPE, text=True)
+    try:
+        assert held.stdout.readline() == "holds\n"
+        network.away("x")
+        with EventLog.open(database.url) as log:
+            wait_until(lambda: log.acquire_lease("coordinator", {}) is not None, "the lease of another host", 40)
+    finally:
+        held.kill()
+        held.wait()
+        held.stdout.close()

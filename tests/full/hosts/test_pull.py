@@ -63,8 +63,6 @@ def published(head: Head) -> dict[str, bytes]:
 
 
 class Host:
-    """A host that pulls."""
-
     def __init__(self, folder: Path, head: Head, port: int | None = None, **way: Any) -> None:
         self.folder, self.told = folder, list[str]()
         self.puller = FolderPuller(folder, dialer(head, port, **way))
@@ -76,11 +74,15 @@ class Host:
         return self.puller.pull(WEIGHTS, own, self.told.append)
 
 
+@pytest.fixture
+def host(head: Head, tmp_path: Path) -> Host:
+    return Host(tmp_path / "host", head)
+
+
 def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: Head, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_puller, "TELL_SECONDS", 0.0)  # it takes less
-    host = Host(tmp_path / "host", head)
     place = host.pull()
     assert place.parent == host.folder
     assert content(place) == published(head)
@@ -90,17 +92,13 @@ def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(
     assert any("MiB of 27.0 MiB" in told for told in host.told)
 
 
-def test_files_that_head_and_host_share_are_used_as_they_are_and_not_even_read(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_files_are_used_and_not_even_read(head: Head, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_sender, "hash_files", None)
-    host = Host(tmp_path / "host", head)
     assert host.pull(head.folder) == head.folder
     assert not host.folder.exists()
 
 
-def test_an_equal_copy_is_used_as_it_is_and_one_that_differs_in_a_bit_is_not(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head)
+def test_an_equal_copy_is_used_and_one_that_differs_in_a_bit_is_not(head: Head, host: Host, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(head.folder, copy)
     assert host.pull(copy) == copy
@@ -139,7 +137,6 @@ def test_two_processes_never_write_one_file(head: Head, tmp_path: Path) -> None:
 
 
 def cut_at(between: Network, size: int, cut: Callable[[], None]) -> threading.Thread:
-    """Have the network do this when so many bytes went to the host."""
     def wait() -> None:
         wait_until(lambda: len(between.passed["to host"]) > size, f"{size} bytes", 30)
         cut()
@@ -186,24 +183,18 @@ def test_another_life_goes_on_with_what_an_earlier_one_pulled(head: Head, tmp_pa
 
 def test_a_bit_that_changes_on_the_wire_is_noticed_and_the_rest_goes_on(head: Head, tmp_path: Path) -> None:
     with pulled_slowly(head, tmp_path) as (host, between):
-        def spoil() -> None:
-            between.spoils = "to host"
-
-        spoiled = cut_at(between, 8 * MIB, spoil)
+        spoiled = cut_at(between, 8 * MIB, lambda: setattr(between, "spoils", "to host"))
         place = host.pull()
         spoiled.join()
         assert content(place) == published(head)
         assert len(head.asked) == 2
 
 
-def test_files_that_are_not_what_the_head_said_are_never_used(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_are_not_the_head_s_are_unused(head: Head, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the head's disk gives other bytes the second time."""
     async def others(folder: Path, files: Sequence[FileFacts], room: Any) -> list[str]:
         return ["0" * 64] * len(files)
 
-    host = Host(tmp_path / "host", head)
     right = folder_sender.hash_files
     monkeypatch.setattr(folder_sender, "hash_files", others)
     with pytest.raises(SyncError, match=r"does not match the SHA-256 digest that the head sent, twice"):
@@ -226,8 +217,7 @@ def test_files_that_change_while_they_are_pulled_come_as_they_are_now(head: Head
         assert content(place) == published(head)
 
 
-def test_a_copy_is_looked_at_again_by_another_life_and_made_good(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head)
+def test_a_copy_is_looked_at_again_by_another_life_and_made_good(head: Head, host: Host) -> None:
     place = host.pull()
     assert host.pull() == place
     with (place / "a.safetensors").open("r+b") as file:
@@ -237,8 +227,7 @@ def test_a_copy_is_looked_at_again_by_another_life_and_made_good(head: Head, tmp
     assert content(place) == published(head)
 
 
-def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head)
+def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, host: Host, tmp_path: Path) -> None:
     head.refusal = "version 3 of the weights is not the current one: version 4 is"
     with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*version 4 is") as refused:
         host.pull()
@@ -253,9 +242,7 @@ def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_pat
     assert host.pull(own) == own
 
 
-def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_fails_each_time_is_an_error(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*args: Any) -> list[str]:
         raise OSError(5, "Input/output error")
 
@@ -269,8 +256,7 @@ def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
     assert 1 < len(head.asked) < 20
 
 
-def test_a_version_that_was_pulled_is_there_when_the_head_s_is_not(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head)
+def test_a_version_that_was_pulled_is_there_when_the_head_s_is_not(head: Head, host: Host) -> None:
     place = host.pull()
     shutil.rmtree(head.folder)
     assert host.pull() == place
@@ -312,9 +298,7 @@ def test_who_asks_for_files_joins_nothing_whatever_it_says(head: Head) -> None:
     assert (head.hellos, head.asked) == ([], [None])
 
 
-def test_too_little_room_is_told_before_anything_comes(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_told_at_the_beginning(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_puller, "SPARE_BYTES", 2**60)
     with pytest.raises(SyncError, match=r"the files take 27.0 MiB, but .* free: .*hosts.weights_dir"):
         Host(tmp_path / "host", head).pull()
@@ -325,10 +309,7 @@ def test_a_host_that_takes_nothing_keeps_neither_messages_nor_other_hosts_waitin
     with joined(head) as control:
         wait_until(lambda: bool(control.ups), "the host's own connection", 10)
         with pulled_slowly(head, tmp_path) as (slow, between):
-            def stall() -> None:
-                between.stalled = "to host"
-
-            stalled = cut_at(between, 4 * MIB, stall)
+            stalled = cut_at(between, 4 * MIB, lambda: setattr(between, "stalled", "to host"))
 
             async def both() -> None:
                 stuck = asyncio.ensure_future(slow.pulling())
@@ -346,8 +327,7 @@ def test_a_host_that_takes_nothing_keeps_neither_messages_nor_other_hosts_waitin
             wait_until(lambda: len(head.items) >= 100, "the messages of the host", 10)
 
 
-def test_what_is_not_used_any_more_is_removed(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head)
+def test_what_is_not_used_any_more_is_removed(head: Head, host: Host) -> None:
 
     async def pulled(name: FolderName) -> Path:
         return await host.puller.pull(name, None, host.told.append)

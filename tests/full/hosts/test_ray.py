@@ -85,7 +85,6 @@ def connected(config: Path) -> RolloutClient | None:
 
 
 def serving(client: RolloutClient) -> set[str]:
-    """The hosts of which a runner serves."""
     return {r["host"] for r in client.status()["runners"] if r["state"] == "ready"}
 
 
@@ -100,7 +99,6 @@ def ours(config: Path) -> list[psutil.Process]:
 
 
 def owner(client: RolloutClient) -> int:
-    """The actor of Ray that leads."""
     found = running_system.find_head(client.config)
     return 0 if found is None else int(found["owner"]["pid"])
 
@@ -163,9 +161,7 @@ def test_up_waits_for_all_engines_and_is_refused_twice_and_down_ends_all(nodes: 
         assert ours(config) == []
 
 
-def test_what_can_t_be_on_ray_is_refused_with_the_way_out(
-    nodes: RayNodes, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_t_be_on_ray_is_refused(nodes: RayNodes, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*words: str) -> str:
         done = say(nodes, "up", "--on", "ray", str(config), *words)
         assert done.returncode != 0

@@ -107,9 +107,7 @@ def test_a_host_that_fits_is_told_so_and_nothing_joins(start_head: StartHead, tm
     assert checked(head)["model"][0]["verdict"] == "ok"
 
 
-def test_another_key_a_taken_name_and_a_port_that_is_shut_are_told(
-    start_head: StartHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_key_taken_name_and_shut_port_are_told(start_head: StartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head = start_head(timeout=TIMEOUT)
     with host_joins(head.url, "b", head.folder):
         ready(head.client, "b")

@@ -16,9 +16,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.servers import free_port
 from tests.helpers.slurm import lacks, slurm
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks()), reason=lacks())
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks()), reason=lacks())]
 SCRIPT = str(ROOT / "deploy" / "slurm.sbatch")
 
 
@@ -41,9 +39,7 @@ def test_slurm_would_start_the_script(env: dict[str, str]) -> None:
 
 @by_turns("slurm", LAUNCHERS)
 @pytest.mark.postgres
-def test_the_script_plays_a_run_over_two_nodes(
-    env: dict[str, str], postgres: Callable[[], str], tmp_path: Path
-) -> None:
+def test_the_script_plays_a_run_on_two_nodes(env: dict[str, str], postgres: Callable[[], str], tmp_path: Path) -> None:
     url, commands = postgres(), made_run(tmp_path)
     given = {**env, "PATH": f"{commands}:{env['PATH']}", "STORE_URL": url, "CONFIG": "config.yaml",
              "PORT": str(free_port())}

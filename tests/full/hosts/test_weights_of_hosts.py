@@ -110,9 +110,7 @@ def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead,
     weights = make_weights(shared / "first")
     head = start_head(explorer=explorer(places=1))
     head.client.sync_weights(1, weights, timeout=60)
-    with host_joins(
-        head.url, "b", tmp_path, "--set", "hosts.weights_dir=/proc/nowhere", inside=hidden(shared)
-    ):
+    with host_joins(head.url, "b", tmp_path, "--set", "hosts.weights_dir=/proc/nowhere", inside=hidden(shared)):
         def reason() -> str:
             return next((r["reason"] for r in head.client.status()["runners"] if r["host"] == "b"), "")
 
@@ -129,9 +127,7 @@ def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead,
 @pytest.mark.all
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)
-def test_vllm_pulls(
-    start_head: StartHead, tiny: Path, other: Path, tmp_path: Path
-) -> None:
+def test_vllm_pulls(start_head: StartHead, tiny: Path, other: Path, tmp_path: Path) -> None:
     """The same calls with a real engine on host b: what came from there is compared with torch. The head's is scripted.
 
     Its name is short, as it is in the paths of the engine's sockets, of which the system takes 107 characters.

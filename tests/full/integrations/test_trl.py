@@ -25,7 +25,6 @@ SCRIPTED = ["explorer.rollout_model.engine_type=scripted"]
 
 
 def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
-    """Start a system, and write the config with which a trainer joins it."""
     sections = {"synchronizer": {"sync_method": "memory"}, **sections}
     client = start_system(folder=folder, **sections)
     engine = {"explorer": {"rollout_model": {"engine_type": "scripted"}}}
@@ -34,9 +33,7 @@ def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
     return file
 
 
-def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_runs_that_failed_are_in_no_baseline(start_system: StartSystem, tmp_path: Path, trl_python: WarmPython) -> None:
     rules = [{"prompt": "b=", "error": "the engine hiccuped", "times": 2}]
     explorer = {"rollout_model": {"engine_type": "scripted", "script": {"rules": rules}},
                 "max_repeat_times_per_runner": 1}
@@ -55,9 +52,7 @@ def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
     assert made["advantages"][:8] == pytest.approx([*of_three, *of_four], abs=1e-3)
 
 
-def test_trl_rewards_answers_itself_and_evaluates(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_trl_rewards_its_answers_and_evals(start_system: StartSystem, tmp_path: Path, trl_python: WarmPython) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     settings = {"max_steps": 2, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16,
                 "num_generations": 4, "num_generations_eval": 2, "gradient_accumulation_steps": 2, "save_steps": 1}
@@ -84,9 +79,7 @@ def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_col
     assert told["generations"][1]["reward"] == [1.0] * 8
 
 
-def test_a_trainer_whose_epochs_were_raised_goes_on(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_a_trainer_with_more_epochs_goes_on(start_system: StartSystem, tmp_path: Path, trl_python: WarmPython) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     settings = {"per_device_train_batch_size": 16, "num_generations": 4, "save_steps": 1, "max_steps": -1}
     for epochs, step, taken in ((1, 2, 2), (2, 4, 2)):
@@ -117,9 +110,7 @@ def test_the_first_of_two_processes_asks_and_the_other_gets_its_part(
         assert advantages == pytest.approx([(n - 1.5) / 1.2910 for n in range(4)] * 3, abs=1e-3)  # across both
 
 
-def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planned(
-    tmp_path: Path, trl_python: WarmPython
-) -> None:
+def test_a_trainer_killed_with_all_parts_trains_on_all_as_planned(tmp_path: Path, trl_python: WarmPython) -> None:
     settings = {"max_steps": 20, "save_steps": 8, "per_device_train_batch_size": 64, "num_generations": 2}
     # Of 16 steps an epoch; killed after 3, 5, 9 and 19.
     plan = {}

@@ -57,7 +57,6 @@ def rollouts(tmp_path: Path, **given: Any) -> Rollouts:
 
 
 def generated(tmp_path: Path, trainer: StandInTrainer, asked: list[str] = ASKED, **given: Any) -> dict[str, list[Any]]:
-    """Return what new rollouts give a trainer for these prompts."""
     return rollouts(tmp_path, **given)(asked, trainer)
 
 
@@ -114,9 +113,7 @@ def test_a_trainer_says_where_it_goes_on_and_up_to_which_step_the_log_has_what_i
     assert begins(0).endswith(f": up to step {steps[0]} it trains on what the log has")
 
 
-def test_another_trainer_of_the_store_is_refused_before_it_asks_for_anything(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_another_trainer_of_the_store_is_refused_before_it_asks(tmp_path: Path, client: StandInClient) -> None:
     made, trainer = rollouts(tmp_path, name="another"), StandInTrainer(ROWS)
     lock = RunLock(made.config, "trainer")
     with pytest.raises(AlreadyRunning, match=rf"a trainer runs on sqlite:.* already \(process {os.getpid()} "):
@@ -184,9 +181,7 @@ def test_each_call_of_a_step_is_a_batch_and_evals_are_none_of_training(tmp_path:
     assert client.synced == [1]
 
 
-def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_not_cut_by_a_checkpoint(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_a_generation_of_several_steps_is_acknowledged_by_the_last_step(tmp_path: Path, client: StandInClient) -> None:
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, steps_per_generation=2, save_steps=2)
     begin(made, trainer)
     made(ASKED, trainer)
@@ -204,9 +199,7 @@ def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_
     ("bbaa", "'0/trl-train-0' is in the log with other prompts"),
     ("abab", "groups of 2 equal prompts: prompt 1 differs"),
 ])
-def test_other_prompts_than_those_stored_are_refused(
-    tmp_path: Path, client: StandInClient, asked: str, said: str
-) -> None:
+def test_prompts_that_are_not_stored_are_refused(tmp_path: Path, client: StandInClient, asked: str, said: str) -> None:
     generated(tmp_path, StandInTrainer(ROWS))
     with pytest.raises(DataError, match=said):
         generated(tmp_path, StandInTrainer(ROWS), [f"{letter}=" for letter in asked])
@@ -246,9 +239,7 @@ def test_a_batch_without_any_run_is_an_error_and_is_generated_again(tmp_path: Pa
     assert client.generated == ["0/trl-train-0"] * 2
 
 
-def test_an_engine_that_is_beyond_a_step_gets_its_weights_as_a_newer_version(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_an_engine_beyond_a_step_gets_its_weights_as_a_newer_version(tmp_path: Path, client: StandInClient) -> None:
     assert [step_version(step, current) for step, current in ((3, 0), (3, 3), (3, 5), (5, 1000003), (2, 1000003))] == [
         3, 3, 1000003, 1000005, 2000002]
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, step=5)
@@ -306,9 +297,7 @@ def test_an_eval_of_another_data_set_has_its_columns(tmp_path: Path, client: Sta
     assert asked == [["a", "b"], ["z"], ["Z"]]
 
 
-def test_a_prompt_that_no_data_set_has_is_refused_where_tasks_need_its_columns(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_a_prompt_of_no_data_set_is_refused_where_tasks_need_its_columns(tmp_path: Path, client: StandInClient) -> None:
     for given in ({}, {"columns": ["answer"]}):
         with pytest.raises(DataError, match=r"no row of trl-train has the prompt 'z=', .* or Rollouts\(columns="):
             generated(tmp_path, StandInTrainer(ROWS), ["z=", "z="], **given)
@@ -369,9 +358,7 @@ def of_all(prompts: list[str], completions: list[str], answer: list[str], rollou
     return [1.0 for _ in completions]
 
 
-def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
-    tmp_path: Path, client: StandInClient
-) -> None:
+def test_a_reward_that_asks_for_what_no_row_has_is_refused_at_first(tmp_path: Path, client: StandInClient) -> None:
     said = ("the reward exact asks for 'answr', but the rows have no such column: the data has the columns answer, "
             "prompt; did you mean answer?")
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -388,9 +375,7 @@ def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
     assert client.submitted == {}
 
 
-def test_a_reward_that_its_module_does_not_have_is_told_apart_from_a_module_that_is_not_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_reward_is_told_apart_from_a_missing_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnknownWorkflow) as wrong:
         rollouts(tmp_path, reward_fn=f"{__name__}:exakt")
     assert wrong.value.message == (

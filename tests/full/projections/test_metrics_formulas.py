@@ -134,8 +134,6 @@ tasks = st.lists(st.lists(runs, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 class Plays(Workflow):
-    """Returns what the test says, run by run."""
-
     can_repeat = True
     is_async = True
 
@@ -227,7 +225,6 @@ def test_c4_p8_p30_p31_a_batch_s_numbers_are_those_of_the_formulas_and_of_its_re
     batch_id, detailed = what
     events = history(batch, batch_id, detailed, order)
     state = fold(events)
-    assert state is not None
     result = batch_result(state)
     assert result["finished_task_count"] == len(batch)
     expected = wanted(batch, batch_id, detailed)
@@ -258,7 +255,6 @@ def test_c4_p31_an_eval_of_n_runs_has_mean_std_best_and_worst(n: int) -> None:
     chance = random.Random(n)
     batch = [[([({"score": chance.uniform(-5, 5)}, None)], 0.5) for _ in range(n)] for _ in range(2)]
     state = fold(history(batch, "1/x", False, chance))
-    assert state is not None
     metrics = batch_result(state)["metrics"]
     ks = [k for k in (2, 4, 8, 16, 32) if k < n] + ([n] if n > 1 else [])
     named = {f"eval/x/score/{what}@{k}" for k in ks for what in ("best", "worst")}

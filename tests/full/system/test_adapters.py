@@ -82,9 +82,7 @@ def spans(experiences: list[Experience]) -> Counter[Any]:
     return found
 
 
-def test_two_adapters_answer_beside_the_model_and_every_answer_says_which(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_two_adapters_answer_beside_the_model_and_each_says_which(start_system: StartSystem, tmp_path: Path) -> None:
     client = system(start_system)
     math, code = make_adapter(tmp_path / "math"), make_adapter(tmp_path / "code", rank=4, seed=1)
     assert client.sync_adapter("math", 3, math) == {
@@ -141,9 +139,7 @@ def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path
     assert client.log.verify() == []
 
 
-def test_a_runner_that_is_killed_comes_back_with_its_adapters_before_its_first_answer(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_killed_runner_has_its_adapters_before_its_first_answer(start_system: StartSystem, tmp_path: Path) -> None:
     client = system(start_system, engines=1)
     client.sync_adapter("math", 7, make_adapter(tmp_path / "math"))
     client.sync_adapter("code", 2, make_adapter(tmp_path / "code", seed=1))

@@ -33,8 +33,6 @@ def judge(**script: Any) -> list[dict[str, Any]]:
 
 
 class Judged(Workflow):
-    """Asks the model, then the judge about the answer: its reward is what the judge says."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -74,9 +72,7 @@ def rows(client: RolloutClient) -> dict[str, dict[str, Any]]:
     return {r["runner"]: r for r in client.status()["runners"]}
 
 
-def test_p15_workflows_sync_and_async_reach_auxiliary_models(
-    system_for: StartSystem, new_id: NewId
-) -> None:
+def test_p15_workflows_sync_and_async_reach_auxiliary_models(system_for: StartSystem, new_id: NewId) -> None:
     client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
     given = [*tasks(8, Judged, repeat_times=2), *tasks(8, JudgedSync)]
     play_batch(client, batch, given)
@@ -136,9 +132,7 @@ def test_p15_an_auxiliary_engine_that_can_not_start_is_told_by_its_name(start_sy
         client.wait_ready(60)
 
 
-async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_engines(
-    start_system: StartSystem,
-) -> None:
+async def test_c6_p15_a_conversation_with_tool_and_judge_lines_up_with_the_engines(start_system: StartSystem) -> None:
     """64 tasks of 8 runs on two engines: tokens, masks and logprobs are what the engine itself gives."""
     script = {"tokens": 6, "latency_seconds": [0.0, 0.05]}
     client = start_system(

@@ -95,18 +95,15 @@ def test_whatever_an_argument_is_the_error_is_one_of_ours(shared: RolloutClient,
                 pytest.fail(f"{method}({name}={kind}) raised {e!r}")
 
 
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        (Task(workflow=cast(Any, 10**400)), "is no class"),
-        (Task(workflow=SleepWorkflow, reward_fn=cast(Any, 3)), "is no class"),
-        (Task(workflow=SleepWorkflow, raw_task={"a": _HELD}), "contains itself"),
-        (Task(workflow=SleepWorkflow, raw_task=cast(Any, [1])), "raw_task is a list: a mapping"),
-        (Task(workflow=SleepWorkflow, format_args=cast(Any, 3)), "format_args is a int: a mapping"),
-        (Task(workflow=SleepWorkflow, workflow_args={"judge": lambda x: x}), r"workflow_args\.judge"),
-        (Task(workflow=SleepWorkflow, workflow_args={"x": float("nan")}), "nan"),
-    ],
-)
+@pytest.mark.parametrize(("task", "says"), [
+    (Task(workflow=cast(Any, 10**400)), "is no class"),
+    (Task(workflow=SleepWorkflow, reward_fn=cast(Any, 3)), "is no class"),
+    (Task(workflow=SleepWorkflow, raw_task={"a": _HELD}), "contains itself"),
+    (Task(workflow=SleepWorkflow, raw_task=cast(Any, [1])), "raw_task is a list: a mapping"),
+    (Task(workflow=SleepWorkflow, format_args=cast(Any, 3)), "format_args is a int: a mapping"),
+    (Task(workflow=SleepWorkflow, workflow_args={"judge": lambda x: x}), r"workflow_args\.judge"),
+    (Task(workflow=SleepWorkflow, workflow_args={"x": float("nan")}), "nan"),
+])
 def test_a_task_that_is_none_is_named(shared: RolloutClient, new_id: NewId, task: Task, says: str) -> None:
     batch, good = new_id(), Task(workflow=SleepWorkflow, raw_task={})
     with pytest.raises(TaskNotSerializable, match=f"^task 1: .*{says}"):

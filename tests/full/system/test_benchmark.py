@@ -24,7 +24,6 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def by_version(response: str, prompt: str, truth: str | None) -> float:
-    """The scripted engine's answers depend on its weights."""
     return sum(c < "m" for c in response) / max(1, len(response))
 
 
@@ -56,7 +55,6 @@ def as_bench(path: Path) -> Config:
 
 
 def weights_by_eval(config: Config) -> dict[Any, set[tuple[int, int]]]:
-    """The versions that made the answers of each eval."""
     with trinity_es.open_log(config.store.url) as log:
         return {
             row.batch_id: {
@@ -127,8 +125,6 @@ def test_p35_the_newest_checkpoint_alone_and_one_that_does_not_load(tmp_path: Pa
 
 
 class Picky(ScriptedEngine):
-    """Refuses a checkpoint that says so."""
-
     async def load_weights(self, version: int, path: str) -> None:
         if (Path(path) / "unloadable").exists():
             raise trinity_es.TrinityError(f"{path} is unloadable")

@@ -25,7 +25,6 @@ ROWS, TOKENS, LONG = 14, 120, (1, 2, 6)
 
 
 def cutting(folder: Path) -> Path:
-    """Write the config of a run in which three tasks take several steps."""
     folder.mkdir(exist_ok=True)
     lines = [json.dumps({"prompt": f"{'long' if i in LONG else 'short'} {i}", "answer": "x"}) for i in range(ROWS)]
     (folder / "train.jsonl").write_text("\n".join(lines))
@@ -73,7 +72,6 @@ def require_whole(config: Config) -> None:
         for step, rows in steps.items():
             assert len(rows) == 4 or step == max(steps)
             state = log.current(step)
-            assert state is not None
             assert {rows[n][0] for n in state.cut} == {row for row, continued in steps.get(step + 1, ()) if continued}
             experiences = read_experiences(log.payloads(), state.experiences)
             delivered.update(rows[e.eid.task][0] for e in experiences)

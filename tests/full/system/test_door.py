@@ -11,14 +11,13 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import trinity_es
 from tests.helpers.parity_rows import NewId
-from tests.helpers.systems import StartSystem, end, play_batch, scripted, sleepers
+from tests.helpers.systems import Evil, StartSystem, end, everything, play_batch, scripted, sleepers
 from trinity_es.actors import system_key
 from trinity_es.actors.frames import frame
 from trinity_es.actors.system_key import KEY_VARIABLE
@@ -39,13 +38,9 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
 
 
-def family(client: RolloutClient) -> list[psutil.Process]:
-    return running_system.processes(client._link.admin)
-
-
 def ports(client: RolloutClient) -> dict[int, int]:
     """Of the admin, its logger, the guardian, the coordinator and the runners: pid by port. Not the engines' HTTP."""
-    return {port: p.pid for p in family(client) for _, port in listening(p) if port not in endpoints(client)}
+    return {port: p.pid for p in everything(client) for _, port in listening(p) if port not in endpoints(client)}
 
 
 def endpoints(client: RolloutClient) -> set[int]:
@@ -56,16 +51,6 @@ def other_addresses() -> list[str]:
     """Of this machine, as seen from others where it has a network."""
     mine = [a.address for all_ in psutil.net_if_addrs().values() for a in all_ if a.family is socket.AF_INET]
     return ["127.0.0.2", *(a for a in mine if not a.startswith("127."))]
-
-
-class Evil:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.write_text, (self.path, "code was run"))
 
 
 def throw(host: str, port: int, data: bytes) -> bytes:
@@ -81,7 +66,7 @@ def throw(host: str, port: int, data: bytes) -> bytes:
 
 # --- where it listens -----------------------------------------------------------------------------------------------
 def test_every_process_listens_on_loopback_alone(shared: RolloutClient) -> None:
-    everyone = {p.pid: listening(p) for p in family(shared)}
+    everyone = {p.pid: listening(p) for p in everything(shared)}
     open_ports = [place for places in everyone.values() for place in places]
     assert len(open_ports) >= 5, "admin, logger, guardian, coordinator, runner"
     assert {host for host, _ in open_ports} == {"127.0.0.1"}
@@ -94,11 +79,9 @@ def test_every_process_listens_on_loopback_alone(shared: RolloutClient) -> None:
                 socket.create_connection((address, port), 2)
 
 
-def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_system_on_another_address_listens_there_and_is_found(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(system={"address": "127.0.0.2"})
-    assert {host for p in family(client) for host, _ in listening(p)} == {"127.0.0.2"}
+    assert {host for p in everything(client) for host, _ in listening(p)} == {"127.0.0.2"}
     play_batch(client, 1, sleepers(1))
     for port in ports(client):
         assert throw("127.0.0.2", port, b"3>abc") == b""
@@ -134,11 +117,9 @@ ATTACKS: dict[str, Callable[[bytes, int], bytes]] = {
 }
 
 
-def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
-    system_for: StartSystem, new_id: NewId, tmp_path: Path
-) -> None:
+def test_no_process_takes_a_frame_without_the_seal(system_for: StartSystem, new_id: NewId, tmp_path: Path) -> None:
     client = system_for()
-    before = family(client)
+    before = everything(client)
     output = running_system.output_file(client.config)
     skipped = len(output.read_text())
     written = tmp_path / "written"
@@ -151,7 +132,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
             told.add(pid)
     assert len(told) >= 5
     assert not written.exists()
-    assert family(client) == before
+    assert everything(client) == before
     play_batch(client, new_id(), sleepers(1))
     lines = [line for line in output.read_text()[skipped:].splitlines() if "refused a frame" in line]
     assert all(re.search(r"WARNING trinity_es\S+ \d+ port \d+ refused a frame from 127\.0\.0\.1:\d+", x) for x in lines)
@@ -159,9 +140,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     assert len(lines) <= len(told) * len(ATTACKS)
 
 
-def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
-    shared: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_told_apart_from_another_key(shared: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
     found = running_system.find(shared.config)
     monkeypatch.setattr(running_system, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
     with pytest.raises(VersionMismatch, match=r"another version of trinity_es.*trinity-es down"):
@@ -187,7 +166,7 @@ def test_the_key_lies_where_its_owner_alone_reads_it_and_on_no_command_line(shar
     assert path.stat().st_mode & 0o777 == 0o600
     key = path.read_text().strip()
     assert len(key) == 64
-    for process in family(shared):
+    for process in everything(shared):
         assert key not in " ".join(process.cmdline())
         assert key not in " ".join(process.environ().values())
     for file in path.parent.iterdir():
@@ -217,9 +196,7 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     play_batch(client, new_id(), sleepers(1))
 
 
-def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_in_the_environment_makes_no_file_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "e" * 40)
     config = scripted(tmp_path, system={"keeper": True})
     lifecycle.start(config)
@@ -232,7 +209,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
         psutil.Process(first["pid"]).kill()
         play_batch(client, 1, sleepers(1))
         assert client._link.admin != first
-        for process in family(client):
+        for process in everything(client):
             assert "e" * 40 not in " ".join(process.cmdline())
         monkeypatch.delenv(KEY_VARIABLE)
         with pytest.raises(WrongKey, match="can't be read"):
@@ -241,9 +218,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
         end(client)
 
 
-def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
-    shared: RolloutClient, system_for: StartSystem, new_id: NewId
-) -> None:
+def test_one_process_uses_two_systems_with_keys(shared: RolloutClient, system_for: StartSystem, new_id: NewId) -> None:
     other = system_for()
     keys = [Path(running_system.key_file(system.config)).read_text() for system in (other, shared)]
     assert keys[0] != keys[1]
@@ -258,7 +233,7 @@ def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp
 
     def owners() -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
-        for process in family(client):
+        for process in everything(client):
             for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):  # closed meanwhile
                     found.setdefault(os.readlink(descriptor), set()).add(f"{process.pid} {process.name()}")
@@ -270,9 +245,7 @@ def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp
     assert shared_ones == {}
 
 
-def test_what_is_said_to_a_copy_of_a_run_that_is_up_does_not_reach_the_run(
-    shared: RolloutClient, new_id: NewId, tmp_path: Path
-) -> None:
+def test_words_to_a_copy_of_a_run_do_not_reach_the_run(shared: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
     """The copy has the key and the log, and so every word that leads to the run's processes."""
     before, batch = running_system.find(shared.config), new_id()
     shutil.copytree(shared.config.code_path, tmp_path / "copy")
@@ -281,10 +254,7 @@ def test_what_is_said_to_a_copy_of_a_run_that_is_up_does_not_reach_the_run(
     with pytest.raises(NotRunning, match=r"no actor system runs on .*: start one with `trinity-es up`"):
         trinity_es.connect(copy)
     assert teardown.end_system(copy) == (0, [])
-    lifecycle.start(copy)
-    with trinity_es.connect(copy) as client:
-        client.wait_ready(60)
+    with trinity_es.running(copy) as client:
         play_batch(client, batch, sleepers(1))
-        end(client)
     assert running_system.find(shared.config) == before
     play_batch(shared, batch, sleepers(2))

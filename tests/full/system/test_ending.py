@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -14,17 +15,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 import trinity_es
 from tests.helpers.faults import Server
+from tests.helpers.handmade import cli
 from tests.helpers.of_the_day import of_the_day
+from tests.helpers.paths import ROOT
 from tests.helpers.runs import command, make_config
 from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
 from trinity_es.client import health, teardown
 from trinity_es.config.config import load_config
+from trinity_es.errors import AlreadyRunning
 from trinity_es.events.errors import NotRunning
 from trinity_es.system import leftovers, running_system
+from trinity_es.system.run_lock import RunLock, hold, holders, killed
 from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
@@ -138,9 +144,7 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     assert running_system.keeper(config)
 
 
-def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_again(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_system_whose_folder_is_deleted_ends_and_stays_ended(start_system: StartSystem, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     client = start_system(folder=folder, system={"keeper": True})
     family = running_system.processes(client._link.admin)
@@ -153,9 +157,7 @@ def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_agai
 
 
 @pytest.mark.postgres
-def test_a_system_whose_database_is_dropped_ends_by_itself(
-    own_server: Server, start_system: StartSystem
-) -> None:
+def test_a_system_whose_database_is_dropped_ends_by_itself(own_server: Server, start_system: StartSystem) -> None:
     database = own_server.new_database()
     client = start_system(store={"url": own_server.url(database).replace("postgresql://", "postgresql+psycopg://")})
     family = running_system.processes(client._link.admin)
@@ -165,9 +167,7 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
     assert "was dropped" in words or "is gone" in words or "no database" in words
 
 
-def test_running_ends_what_it_started_and_leaves_what_it_joined(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_running_ends_what_it_started_and_not_what_it_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "trinity_es.client")
     config = scripted(tmp_path, system={"keeper": True})
     with trinity_es.running(config) as client:
@@ -187,9 +187,7 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
-def test_a_run_that_a_signal_ends_says_how_it_is_gone_on_with_and_leaves_nothing(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_run_ended_by_a_signal_says_how_to_go_on_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     config = make_config(tmp_path, trainer={}, mode="explore", explorer={
         "max_concurrency": 2, "rollout_model": {"engine_type": "scripted", "script": {"latency_seconds": 60}}})
     settings = load_config(config)
@@ -205,3 +203,53 @@ def test_a_run_that_a_signal_ends_says_how_it_is_gone_on_with_and_leaves_nothing
     assert "Traceback" not in told
     assert run.returncode == (-number if number == signal.SIGINT else 128 + number)
     wait_until(lambda: ended(settings), "the end of the system", timeout=40)
+
+
+# --- the lock of who trains on a run: one process has it, and it ends with that process -------------------------------
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from tests.helpers.systems import scripted
+from trinity_es.system.run_lock import hold
+
+for _ in range(2):
+    hold(scripted(Path(sys.argv[1])), "trainer")
+child = os.fork()
+if child:
+    print(child, flush=True)
+    sys.stdin.readline()
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "in order"])
+def test_a_process_holds_a_lock_once_and_until_it_ends_whatever_it_forked(tmp_path: Path, how: str) -> None:
+    config = scripted(tmp_path)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+        start_new_session=True)
+    assert holder.stdin is not None
+    try:
+        child = int(holder.stdout.readline())
+        assert (killed(config), holders(config)) == ({}, {"trainer": holder.pid})
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+        down = cli("down", tmp_path / "config.yaml")
+        assert f"its `trinity-es run` (pid {holder.pid}) is still there" in down.stdout
+        with pytest.raises(AlreadyRunning, match=rf"a trainer runs on sqlite://\S+ already \(process {holder.pid} "):
+            hold(config, "trainer")
+        if how == "killed":
+            holder.kill()
+        else:
+            holder.stdin.close()
+        holder.wait()
+        assert holders(config) == {}
+        assert psutil.Process(child).is_running()
+        assert killed(config) == ({"trainer": holder.pid} if how == "killed" else {})
+        RunLock(config, "trainer").release()
+        assert killed(config) == {}
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()

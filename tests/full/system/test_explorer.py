@@ -14,19 +14,17 @@ import pytest
 
 import trinity_es
 from tests.helpers.runs import AT_ONCE, command, count, explored, finish_here, make_config, outcome, went_well
-from tests.helpers.systems import end, merge, scripted
+from tests.helpers.systems import merge, scripted
 from trinity_es import Explorer
 from trinity_es.config.config import load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
-from trinity_es.system import leftovers, lifecycle
+from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
 
 class CountingTrainer:
-    """A trainer that only counts what it is given."""
-
     def __init__(self, model_path: str, **args: Any) -> None:
         self.steps: list[int] = []
 
@@ -74,7 +72,6 @@ def test_p32_p33_the_loop_uses_every_prompt_once_and_the_cursor_is_in_the_batch_
         for recorded in log.events():
             event = recorded.event
             if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-                assert event.tasks is not None
                 used.update(t["raw_task"]["prompt"] for t in event.tasks)
                 commits[event.batch_id] = recorded.commit_id
             if isinstance(event, ev.TasksetAdvanced):
@@ -119,9 +116,7 @@ def test_a_store_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
 def test_p32_steps_of_a_period_are_submitted_without_waiting_for_each_other(tmp_path: Path) -> None:
     script = {"latency_seconds": 0.5, "rules": [{"prompt": "exam", "latency_seconds": 1.5}]}
     slow = {"engine_type": "scripted", "script": script}
-    config = explorer_config(
-        tmp_path, rows=16, synchronizer={"sync_interval": 2}, explorer={"rollout_model": slow},
-    )
+    config = explorer_config(tmp_path, rows=16, synchronizer={"sync_interval": 2}, explorer={"rollout_model": slow})
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "exam"}))  # slower than what it runs beside
     explored(Explorer(config))
     happened = []
@@ -147,12 +142,8 @@ def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody
         synchronizer={"sync_style": "trainer_driven", "max_inflight_batches": 2},
         explorer={"rollout_model": {"engine_type": "scripted", "script": {"latency_seconds": 0.1}}},
     )
-    client = None
     trained: list[Any] = []
-    lifecycle.start(config)
-    try:
-        client = trinity_es.connect(config)
-        client.wait_ready(60)
+    with trinity_es.running(config) as client:
         exploring = threading.Thread(target=lambda: explored(Explorer(config)), daemon=True)
         exploring.start()
         position = 0
@@ -168,9 +159,6 @@ def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody
         client.sync_weights(7, tmp_path / "my weights")  # numbered as the trainer likes
         assert trained == [1, 2, 3]
         assert client.status()["weights_version"] == 7
-    finally:
-        if client is not None:
-            end(client)
 
 
 def parts_of(path: Path, *modes: str) -> list[subprocess.Popen[str]]:

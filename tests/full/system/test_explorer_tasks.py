@@ -23,7 +23,6 @@ from trinity_es.telemetry.metrics_file import read_metrics
 
 
 def by_level(response: str, prompt: str, truth: str | None) -> float:
-    """Right for questions of an even number."""
     return float(int(prompt.split()[-1]) % 2 == 0)
 
 
@@ -57,7 +56,6 @@ def learning_selector(folder: Path) -> Selector:
 
 
 def rows_of(config: trinity_es.Config) -> list[list[tuple[str, int]]]:
-    """The rows of each step, as the log has them."""
     with trinity_es.open_log(config.store.url) as log:
         return [
             [(t["index"]["taskset"], t["index"]["index"]) for t in r.event.tasks or []] for r in log.events()

@@ -11,20 +11,9 @@ import pytest
 import yaml
 
 import trinity_es
+from tests.helpers import runs
 from tests.helpers.handmade import cli
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.runs import (
-    AT_ONCE,
-    ROWS,
-    command,
-    count,
-    events_of,
-    finish_here,
-    make_config,
-    outcome,
-    outcomes,
-    went_well,
-)
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
@@ -50,7 +39,7 @@ BROKEN = "buffer.explorer_input.tasksets.0.reward_fn=rewards:broken"
 
 def made(folder: Path, *, interval: int = 1, reward: str = "broken", **sections: Any) -> Path:
     """Write a run of 5 steps, rows in order, whose reward is a module beside its config."""
-    path = make_config(folder, interval=interval, **sections)
+    path = runs.make_config(folder, interval=interval, **sections)
     config = yaml.safe_load(path.read_text())
     config["buffer"]["explorer_input"]["tasksets"][0] |= {"shuffle": False, "reward_fn": f"rewards:{reward}"}
     path.write_text(yaml.safe_dump(config))
@@ -64,7 +53,6 @@ def mend(path: Path) -> None:
 
 
 def submissions(config: Config, step: int) -> list[list[int]]:
-    """Return the rows of the taskset that each submission of a step handed in."""
     with trinity_es.open_log(config.store.url) as log:
         events = [r.event for r in log.read(stream=batch_stream(step), types=["BatchSubmitted"])]
         return [[task["index"]["index"] for task in log.tasks_of(e)] for e in events
@@ -83,7 +71,7 @@ def require_sentence(code: int, err: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    return outcomes(lambda folder, interval: made(folder, interval=interval, reward="share"), tmp_path_factory)
+    return runs.outcomes(lambda folder, interval: made(folder, interval=interval, reward="share"), tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -93,27 +81,27 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
 ) -> None:
     path = made(tmp_path / "run", interval=interval)
     config = load_config(path)
-    code, _, err = finish_here("run", path, *AT_ONCE, cwd=tmp_path)
+    code, _, err = runs.finish_here("run", path, *runs.AT_ONCE, cwd=tmp_path)
     require_sentence(code, err)
     assert leftovers.leftovers(config) == []
     told = cli("why", 2, "--log", config.store.url).output
     assert "2/2 runs completed" not in told
     assert "KeyError: 'stok'" in told
     assert "`trinity-es resume " in told
-    assert count(config, "BatchTrained", 2) == 0
+    assert runs.count(config, "BatchTrained", 2) == 0
 
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)  # nothing was mended
+    code, _, err = runs.finish_here("resume", path, *runs.AT_ONCE, cwd=tmp_path)  # nothing was mended
     require_sentence(code, err)
 
     mend(path)
-    out, err = went_well("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert outcome(config) == undisturbed(interval)
+    out, err = runs.went_well("resume", path, *runs.AT_ONCE, cwd=tmp_path)
+    assert runs.outcome(config) == undisturbed(interval)
     assert submissions(config, 2) == [[3, 4, 5]] * 3
-    trained = [event.step for _, event in events_of(config, "BatchTrained")]
+    trained = [event.step for _, event in runs.events_of(config, "BatchTrained")]
     assert trained.count(2) == 1
     assert [line for line in out.splitlines() if line.startswith("batches")] == [
         "batches          8 (5 to train on, 3 evals)"]
-    out, err = went_well("resume", path, *AT_ONCE, cwd=tmp_path)
+    out, err = runs.went_well("resume", path, *runs.AT_ONCE, cwd=tmp_path)
     assert "is complete" in err
     assert submissions(config, 2) == [[3, 4, 5]] * 3
 
@@ -133,14 +121,12 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
 
 
 @pytest.mark.slow
-def test_a_step_that_failed_whole_is_generated_anew_under_another_reward(
-    tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
-) -> None:
+def test_a_step_that_failed_whole_is_made_anew(tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]) -> None:
     path = made(tmp_path / "run", reward="share")
-    code, _, err = finish_here("run", path, "--set", BROKEN, cwd=tmp_path)
+    code, _, err = runs.finish_here("run", path, "--set", BROKEN, cwd=tmp_path)
     require_sentence(code, err)
-    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert outcome(load_config(path)) == undisturbed(1)
+    runs.went_well("resume", path, *runs.AT_ONCE, cwd=tmp_path)
+    assert runs.outcome(load_config(path)) == undisturbed(1)
 
 
 @pytest.mark.slow
@@ -151,8 +137,8 @@ def test_explorer_and_trainer_in_two_processes_go_on_after_a_step_that_failed_wh
     config = load_config(path)
 
     def both(word: str) -> list[tuple[int, str]]:
-        with (command(word, path, "--set", "mode=train", cwd=tmp_path) as trains,
-              command(word, path, "--set", "mode=explore", cwd=tmp_path) as explores):
+        with (runs.command(word, path, "--set", "mode=train", cwd=tmp_path) as trains,
+              runs.command(word, path, "--set", "mode=explore", cwd=tmp_path) as explores):
             ends = [process.communicate(timeout=120)[1] for process in (explores, trains)]
             return [(explores.returncode, ends[0]), (trains.returncode, ends[1])]
 
@@ -163,7 +149,7 @@ def test_explorer_and_trainer_in_two_processes_go_on_after_a_step_that_failed_wh
     mend(path)
     for code, err in both("resume"):
         assert code == 0, err
-    assert outcome(config) == undisturbed(1)
+    assert runs.outcome(config) == undisturbed(1)
     assert len(submissions(config, 2)) == 2
 
 
@@ -174,12 +160,12 @@ def test_a_fully_async_run_goes_on_after_a_step_that_failed_whole(tmp_path: Path
     rewards = path.parent / "rewards.py"
     rewards.write_text(REWARDS.replace("range(3, 6)", "range(3, 9)"))  # so that step 3, in flight, fails too
     config = load_config(path)
-    code, _, err = finish_here("run", path, *AT_ONCE, cwd=tmp_path)
+    code, _, err = runs.finish_here("run", path, *runs.AT_ONCE, cwd=tmp_path)
     require_sentence(code, err)
     mend(path)
-    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
-    told = outcome(config)
-    assert told["used"] == dict.fromkeys(range(ROWS), 1)
+    runs.went_well("resume", path, *runs.AT_ONCE, cwd=tmp_path)
+    told = runs.outcome(config)
+    assert told["used"] == dict.fromkeys(range(runs.ROWS), 1)
     assert [told["batches"][step][2] for step in range(1, 6)] == [1, 2, 3, 4, 5]
     assert all(told["batches"][step][1] is not None for step in range(1, 6)), "a step gave nothing, and was passed over"
 
@@ -194,17 +180,15 @@ class Nothing:
 @pytest.mark.slow
 def test_a_step_of_which_the_pipeline_left_nothing_is_passed_over(tmp_path: Path) -> None:
     path = made(tmp_path / "run", reward="share")
-    code, _, err = finish_here(
+    code, _, err = runs.finish_here(
         "run", path, "--set", "buffer.pipeline.operators=[{name: tests.full.system.test_failed_step:Nothing}]",
         "--set", "trainer.class=tests.full.system.test_failed_step:Strict", cwd=tmp_path)
     assert code == 0, err
-    trained = {event.step: event.metrics for _, event in events_of(load_config(path), "BatchTrained")}
+    trained = {event.step: event.metrics for _, event in runs.events_of(load_config(path), "BatchTrained")}
     assert trained == {1: {"learnt": 6.0}, 2: {}, 3: {"learnt": 6.0}, 4: {"learnt": 6.0}, 5: {"learnt": 4.0}}
 
 
 class Strict:
-    """A trainer that refuses to learn from nothing."""
-
     def __init__(self, model_path: str, **args: Any) -> None:
         pass
 

@@ -63,7 +63,6 @@ def calling(call: Any, threads: int) -> Iterator[None]:
 
 
 def slowest_status(client: RolloutClient, seconds: float) -> float:
-    """The longest time that `status` takes while one asks it for so long."""
     slowest, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.02)
@@ -125,7 +124,6 @@ def test_thirty_frozen_clients_with_answers_under_way_keep_none_from_the_others(
 
 
 def took(call: Callable[[], Any], error: type[Exception] | None = None) -> float:
-    """How long it takes; `error` is what it raises."""
     began = time.monotonic()
     if error is None:
         call()

@@ -90,9 +90,7 @@ def test_a_server_that_freezes_is_a_pause_and_is_told(own_server: Server, start_
     assert deaths(client) == 0
 
 
-def test_a_coordinator_that_starts_on_a_frozen_server_waits_and_beats(
-    own_server: Server, start_system: StartSystem
-) -> None:
+def test_a_coordinator_started_on_a_frozen_server_waits(own_server: Server, start_system: StartSystem) -> None:
     client = start_system(system={"heartbeat_timeout": BEATS}, **on(own_server.url(own_server.new_database())))
     client.submit_batch(batch_id=1, tasks=sleepers(8, seconds=0.2), batch_type="train")
 

@@ -30,7 +30,6 @@ SOON = 8.0
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True,
@@ -42,7 +41,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Take all the room that is left."""
     filler = disk / "filler"
     with filler.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
@@ -53,7 +51,6 @@ def fill(disk: Path) -> Path:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives or raises, and how long that took."""
     began = time.monotonic()
     try:
         found = call()
@@ -104,9 +101,7 @@ def is_whole(client: RolloutClient, tasks: int) -> None:
     assert client.log.verify() == []
 
 
-def test_a_full_disk_is_named_to_everybody_at_once_and_passes_without_a_person(
-    start_system: StartSystem, disk: Path
-) -> None:
+def test_a_full_disk_is_named_to_everybody_at_once_and_passes_by_itself(start_system: StartSystem, disk: Path) -> None:
     client = start_system(**on(disk))
     client.submit_batch(batch_id=1, tasks=sleepers(24, seconds=0.3), batch_type="train")
     filler = fill(disk)

@@ -124,9 +124,7 @@ def test_what_can_not_be_recorded_is_refused_by_name_and_nobody_else_hears_of_it
 
     with ThreadPoolExecutor(8) as pool:
         quiet = [pool.submit(innocent, number) for number in range(1, 25)]
-        bad = [
-            (command, args, pool.submit(client._link.send, command, args, 20.0)) for command, args in bad_requests()
-        ]
+        bad = [(command, args, pool.submit(client._link.send, command, args, 20.0)) for command, args in bad_requests()]
         for one in quiet:
             one.result()
         unnamed = []

@@ -59,7 +59,6 @@ def cancel_others() -> None:
 
 
 def cancel_by_the_base_class() -> None:
-    """What no override sees."""
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         asyncio.Task.cancel(task)
 
@@ -156,8 +155,6 @@ HARMLESS: dict[str, Callable[[], Any]] = {
 
 
 class Hostile(Workflow):
-    """`workflow_args["how"]`."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -181,21 +178,14 @@ class HostileAtItsBirth(Workflow):
         return one()
 
 
-@pytest.fixture
-def system(system_for: StartSystem) -> RolloutClient:
-    return system_for(explorer={"max_concurrency": 8, "max_timeout": 3.0, "max_retry_times": 1})
-
-
 def lives(client: RolloutClient) -> list[str]:
     return [r.type for r in client.log.events() if r.type in ("RunnerStarted", "RunnerLost")]
 
 
 @pytest.mark.parametrize("how", [*HOSTILE, *HARMLESS, "at its birth"])
-def test_s2_what_an_async_workflow_does_to_the_loop_fails_that_one_only(
-    system: RolloutClient, new_id: NewId, how: str
-) -> None:
-    batch = new_id()
-    bad = Task(workflow=Hostile, workflow_args={"how": how})
+def test_s2_what_an_async_workflow_does_to_the_loop_fails_it(system_for: StartSystem, new_id: NewId, how: str) -> None:
+    system = system_for(explorer={"max_concurrency": 8, "max_timeout": 3.0, "max_retry_times": 1})
+    batch, again, bad = new_id(), new_id(), Task(workflow=Hostile, workflow_args={"how": how})
     if how == "at its birth":
         bad = Task(workflow=HostileAtItsBirth)
     play_batch(system, batch, [bad, *(Task(workflow=Good) for _ in range(5))], timeout=40)
@@ -203,7 +193,6 @@ def test_s2_what_an_async_workflow_does_to_the_loop_fails_that_one_only(
     assert [statuses[i].ok for i in range(1, 6)] == [True] * 5, statuses
     # What comes a moment later meets its own unit where the machine is slow, and fails that.
     assert statuses[0].ok == (how in HARMLESS) or how.endswith(" later"), statuses
-    again = new_id()
     play_batch(system, again, [Task(workflow=Good) for _ in range(8)], timeout=40)
     assert all(s.ok for s in system.batch(again).statuses.values())
     assert lives(system) == ["RunnerStarted"]

@@ -30,9 +30,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def test_the_proxy_speaks_https_with_its_certificate(
-    start_system: StartSystem, authority: Authority, tmp_path: Path
-) -> None:
+def test_the_proxy_speaks_https_by_its_config(start_system: StartSystem, authority: Authority, tmp_path: Path) -> None:
     files = authority.issue("127.0.0.1")
     tls = {"cert": str(files.cert), "key": str(files.key)}
     client = start_system(mode="serve", explorer={"proxy_tls": tls})

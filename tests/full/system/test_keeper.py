@@ -25,9 +25,7 @@ from trinity_es.testing import wait_until
 
 
 @pytest.mark.slow
-def test_threads_that_call_while_everything_dies_get_their_answers(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_threads_that_call_while_everything_dies_get_their_answers(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(system={"keeper": True})
     wait_until(lambda: running_system.keeper(client.config), "the keeper")
     result = play_batch(client, 1, tasks(2, tmp_path / "ran", 0.0))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.parity_rows import NewId
+from tests.helpers.parity_rows import NewId, one
 from tests.helpers.systems import StartSystem
 from trinity_es import MultiTurnWorkflow, Workflow
 from trinity_es.client.rollout_client import RolloutClient
@@ -22,10 +22,6 @@ TALK = [
 ]
 
 
-def one(**fields: Any) -> Experience:
-    return Experience(**{"tokens": [1, 2, 3], "prompt_length": 1, "reward": 1.0, **fields})
-
-
 @pytest.fixture
 def client(system_for: StartSystem) -> RolloutClient:
     return system_for(
@@ -37,11 +33,7 @@ def client(system_for: StartSystem) -> RolloutClient:
     )
 
 
-def played(
-    client: RolloutClient, batch: int, tasks: list[Task], **how: Any
-) -> tuple[list[Status], list[Experience]]:
-    """What the known scheduler gives for these tasks."""
-
+def played(client: RolloutClient, batch: int, tasks: list[Task], **how: Any) -> tuple[list[Status], list[Experience]]:
     async def main() -> tuple[list[Status], list[Experience]]:
         async with Scheduler(client.config) as scheduler:
             scheduler.schedule(tasks, batch_id=batch)
@@ -83,9 +75,7 @@ class ConvertsOnLoop(Workflow):
         return made
 
 
-def test_p39_p47_a_sync_workflow_converts_messages_by_each_of_its_models(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p39_p47_a_sync_workflow_converts_messages_by_each_of_its_models(client: RolloutClient, new_id: NewId) -> None:
     found = fine(played(client, new_id(), both(Converts, ConvertsOnLoop)))
     assert len(found) == 6
     for sync, on_loop in zip(found[:3], found[3:], strict=True):
@@ -103,8 +93,6 @@ class AsksJudges(Workflow):
         self.task = task
 
     def run(self) -> list[Experience]:
-        assert self.auxiliary_models is not None
-        assert self.auxiliary_model_wrappers is not None
         [judge], [wrapper] = self.auxiliary_models, self.auxiliary_model_wrappers
         asked = [{"role": "user", "content": "how good?"}]
         said = judge.chat.completions.create(model=judge.model_path, messages=asked)
@@ -118,8 +106,6 @@ class AsksJudgesOnLoop(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        assert self.auxiliary_models is not None
-        assert self.auxiliary_model_wrappers is not None
         [judge], [wrapper] = self.auxiliary_models, self.auxiliary_model_wrappers
         said = await judge.chat.completions.create(
             model=judge.model_path, messages=[{"role": "user", "content": "how good?"}]
@@ -129,9 +115,7 @@ class AsksJudgesOnLoop(Workflow):
         })]
 
 
-def test_p40_auxiliary_models_are_openai_clients_and_their_wrappers_stand_beside(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p40_auxiliary_models_are_openai_clients_beside_their_wrappers(client: RolloutClient, new_id: NewId) -> None:
     found = fine(played(client, new_id(), [*both(AsksJudges, AsksJudgesOnLoop), Task(workflow=AsksJudges)]))
     assert [e.reward for e in found] == [0.5] * 3
     assert [e.info["client"] for e in found] == ["OpenAI", "AsyncOpenAI", "OpenAI"]
@@ -180,9 +164,7 @@ def test_p42_a_scheduled_tasks_metrics_are_those_of_the_task(client: RolloutClie
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_p43_a_workflow_that_numbers_no_runs_completes_all_of_them(
-    client: RolloutClient, new_id: NewId, steps: int
-) -> None:
+def test_p43_a_workflow_that_numbers_no_runs_completes_all(client: RolloutClient, new_id: NewId, steps: int) -> None:
     statuses, found = played(
         client, new_id(), [Task(workflow=SetsNoRun, repeat_times=4, workflow_args={"steps": steps})]
     )
@@ -284,9 +266,7 @@ def rewarded(experiences: list[Experience]) -> list[Experience]:
     return experiences
 
 
-def test_p46_the_history_has_what_chat_generate_and_clients_answered_in_order(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p46_the_history_has_what_chat_generate_and_clients_answered(client: RolloutClient, new_id: NewId) -> None:
     found = fine(played(client, new_id(), both(ByHistory, ByHistoryOnLoop)))
     assert [(e.eid.step, e.prompt_text) for e in found] == 2 * [(0, "first\n"), (1, "second\n"), (2, "third")]
     assert all(e.logprobs is not None and len(e.logprobs) == 8 for e in found)
@@ -337,8 +317,6 @@ def test_p48_a_conversation_beyond_the_context_is_cut_and_says_so(client: Rollou
 
 # --- M10 ------------------------------------------------------------------------------------------------------------
 class Mixed(Workflow):
-    """Run 0 is fine, run 1 fails, run 2 hangs."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:
@@ -349,9 +327,7 @@ class Mixed(Workflow):
         return [one()]
 
 
-def test_p49_a_task_given_up_half_done_names_the_failed_runs_error_and_why(
-    client: RolloutClient, new_id: NewId
-) -> None:
+def test_p49_a_task_given_up_half_done_names_the_run_s_error_and_why(client: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     [status], [experience] = played(
         client, batch, [Task(workflow=Mixed, repeat_times=3, rollout_args={"seed": 0})], timeout=3

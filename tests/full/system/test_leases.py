@@ -24,8 +24,8 @@ from benchmarks.chaos_hosts_trainer import repeat_until_answered
 from tests.helpers.handmade import cli
 from tests.helpers.parity_rows import NewId
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
-from tests.helpers.systems import StartSystem, end, events, kill_system, pid_of, play_batch, scripted
-from trinity_es import Task, Workflow, connect
+from tests.helpers.systems import StartSystem, events, kill_system, pid_of, play_batch, scripted
+from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -56,14 +56,12 @@ def system(system_for: StartSystem) -> RolloutClient:
 
 
 def of_batch(client: RolloutClient, batch: int, *kinds: type[ev.Event]) -> list[Any]:
-    """Return what happened to the leases that runs of a batch took."""
     found = [r.event for r in client.log.read(stream="leases")]
     leases = {event.lease for event in found if isinstance(event, ev.LeaseTaken) and event.batch_id == batch}
     return [event for event in found if event.lease in leases and isinstance(event, kinds or ev.Event)]  # type: ignore[attr-defined]  # all of this stream have one
 
 
 def holds(service: Service, n: int = 1) -> list[dict[str, Any]]:
-    """So many sandboxes are alive, and used."""
     wait_until(lambda: len([b for b in service.alive() if b["users"]]) >= n, f"{n} sandboxes to be used", 120)
     return service.alive()
 
@@ -74,9 +72,7 @@ def all_released(client: RolloutClient, service: Service, seconds: float = 60) -
 
 
 @pytest.mark.parametrize("cls", [Uses, AsyncUses])
-def test_a_run_takes_holds_and_releases(
-    system: RolloutClient, new_id: NewId, service: Service, cls: type[Workflow]
-) -> None:
+def test_a_run_takes_and_releases(system: RolloutClient, new_id: NewId, service: Service, cls: type[Workflow]) -> None:
     batch = new_id()
     play_batch(system, batch, [uses(service, 0.2, cls)])
     assert system.batch(batch).statuses[0].ok, system.batch(batch).statuses[0].message
@@ -182,20 +178,16 @@ def test_a_copy_of_a_run_that_is_up_releases_nothing_that_the_run_holds(
     held = [box["handle"] for box in holds(service)]
     shutil.copytree(system.config.code_path, tmp_path / "copy")
     copy = scripted(tmp_path / "copy")
-    lifecycle.start(copy)
-    with connect(copy) as client:
+    with trinity_es.running(copy) as client:
         wait_until(lambda: len(service.alive()) == 2, "the copy's own attempt to have a sandbox", 60)
         client.abort_batch(batch, reason="enough")
         wait_until(lambda: client.log.leases() == [], "every lease of the copy to be released, by its log")
         assert [box["handle"] for box in service.alive()] == held
-        end(client)
     system.abort_batch(batch, reason="enough")
     all_released(system, service)
 
 
-def test_a_system_that_is_stopped_in_order_releases_what_its_runs_hold(
-    start_system: StartSystem, service: Service
-) -> None:
+def test_a_system_stopped_in_order_releases_what_its_runs_hold(start_system: StartSystem, service: Service) -> None:
     client = start_system()
     client.submit_batch(batch_id=1, tasks=[uses(service, 600.0), uses(service, 600.0, AsyncUses)], batch_type="train")
     holds(service, 2)
@@ -271,7 +263,6 @@ class _Kills:
                 lifecycle.start(self.config)
 
     def submit(self) -> None:
-        """Another batch, so that there is always something to kill."""
         self.batches += 1
         cls = Uses if self.batches % 2 else AsyncUses
         tasks = [uses(self.service, self.chance.uniform(0.0, 1.2), cls) for _ in range(8)]
@@ -324,7 +315,6 @@ def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(
 
 
 def _account(boxes: list[dict[str, Any]], recorded: list[Any], kills: _Kills) -> None:
-    """Compare what the service counted with what the log says."""
     taken = {r.event.lease: r.recorded_at for r in recorded if isinstance(r.event, ev.LeaseTaken)}
     released = {r.event.lease: r.recorded_at for r in recorded if isinstance(r.event, ev.LeaseReleased)}
     by = [r.event.by for r in recorded if isinstance(r.event, ev.LeaseReleased)]

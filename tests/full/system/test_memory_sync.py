@@ -13,19 +13,9 @@ import numpy as np
 import pytest
 
 import trinity_es
-from tests.helpers import systems
+from tests.helpers import runs, systems
 from tests.helpers.memory_sync import play, served
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.runs import (
-    AT_ONCE,
-    SteadyTrainer,
-    count,
-    events_of,
-    killed_when,
-    make_config,
-    outcome,
-    went_well,
-)
 from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
@@ -52,19 +42,17 @@ def tidy() -> Iterator[Callable[[Config], None]]:
 
 
 def published(config: Config) -> list[tuple[int, str]]:
-    return [(e.version, e.method) for _, e in events_of(config, "WeightsPublished")]
+    return [(e.version, e.method) for _, e in runs.events_of(config, "WeightsPublished")]
 
 
 # --- a trainer of one's own -----------------------------------------------------------------------------------------
-def test_p34_weights_reach_the_engines_through_memory_and_are_read_back(
-    start_system: StartSystem, tidy: Callable[[Config], None]
-) -> None:
+def test_p34_weights_reach_engines_through_memory(start_system: StartSystem, tidy: Callable[[Config], None]) -> None:
     client = start_system(explorer={"rollout_model": {"engine_num": 2}})
     tidy(client.config)
     assert client.sync_weights(1, state(1))["runners"] == ["runner-0", "runner-1"]
     assert client.sync_weights(2, state(2))["version"] == 2
     assert served(client) == [2, 2]
-    places = [Path(e.path) for _, e in events_of(client.config, "WeightsPublished")]
+    places = [Path(e.path) for _, e in runs.events_of(client.config, "WeightsPublished")]
     assert published(client.config) == [(1, "memory"), (2, "memory")]
     assert [p.is_dir() for p in places] == [False, True]
     assert places[1].parent == shared_memory.memory_dir(client.config)
@@ -81,20 +69,15 @@ def test_p34_a_checkpoint_of_what_is_in_memory_takes_its_place_and_nothing_is_le
     config = client.config
     tidy(config)
     client.sync_weights(1, state(1))
-    [(_, event)] = events_of(config, "WeightsPublished")
+    [(_, event)] = runs.events_of(config, "WeightsPublished")
     saved = Path(shutil.copytree(event.path, tmp_path / "saved"))
     assert client.sync_weights(1, saved) == {"version": 1, "runners": ["runner-0"], "from_group": False}
     assert published(config) == [(1, "memory"), (1, "checkpoint")]
-    assert len(events_of(config, "WeightsLoaded")) == 1
+    assert len(runs.events_of(config, "WeightsLoaded")) == 1
     client.shutdown()
     assert not shared_memory.memory_dir(config).exists()
-    lifecycle.start(config)
-    with trinity_es.connect(config) as again:
-        try:
-            again.wait_ready(60)
-            wait_until(lambda: served(again) == [1], "the runner to load the checkpoint")
-        finally:
-            again.shutdown()
+    with trinity_es.running(config) as again:
+        wait_until(lambda: served(again) == [1], "the runner to load the checkpoint")
 
 
 def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_it_is_there_again(
@@ -119,7 +102,7 @@ def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_i
             again.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
             with pytest.raises(TimeoutError):
                 again.finalize_train_batch(1, timeout=1.0)
-            assert events_of(config, "TaskFinished") == []
+            assert runs.events_of(config, "TaskFinished") == []
             again.sync_weights(3, state(3))
             wait_until(lambda: served(again) == [3], "the runner to have the weights again", 60)
             assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
@@ -128,9 +111,7 @@ def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_i
 
 
 # --- the explorer ---------------------------------------------------------------------------------------------------
-class MemoryTrainer(SteadyTrainer):
-    """Its tensors are its hash."""
-
+class MemoryTrainer(runs.SteadyTrainer):
     def state_dict(self) -> dict[str, Any]:
         digest = hashlib.sha256(self.weights.encode()).digest()
         return {"w": np.frombuffer(digest, np.uint8).astype(np.float32), "steps": np.array([self.steps], np.int64)}
@@ -143,7 +124,7 @@ TRAINER = {
 
 
 def memory_config(folder: Path, **trainer: Any) -> Path:
-    return make_config(
+    return runs.make_config(
         folder, synchronizer={"sync_method": "memory"}, trainer={**TRAINER, **trainer},
         explorer={"eval_interval": 2, "max_concurrency": 2, "rollout_model": {
             "engine_type": "scripted", "script": {"latency_seconds": 0.1, "load_seconds": 0.5},
@@ -155,7 +136,7 @@ def memory_config(folder: Path, **trainer: Any) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = memory_config(tmp_path_factory.mktemp("undisturbed"))
     config = load_config(path)
-    went_well("run", path, *AT_ONCE, cwd=path.parent)
+    runs.went_well("run", path, *runs.AT_ONCE, cwd=path.parent)
     assert published(config) == [
         (1, "memory"), (2, "memory"), (2, "checkpoint"), (3, "memory"), (4, "memory"), (4, "checkpoint"),
         (5, "memory"), (5, "checkpoint"),
@@ -165,17 +146,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def comparable(config: Config) -> dict[str, Any]:
-    found = outcome(config)
+    found = runs.outcome(config)
     found["versions"] = sorted(set(found["versions"]))
     return found
 
 
 def loaded(config: Config, version: int) -> bool:
-    return any(e.version == version for _, e in events_of(config, "WeightsLoaded"))
+    return any(e.version == version for _, e in runs.events_of(config, "WeightsLoaded"))
 
 
 MOMENTS: dict[str, tuple[Callable[[Config], bool], bool, int]] = {
-    "in step 4, and the memory lost": (lambda c: count(c, "TaskFinished", 4) >= 1, True, 2),
+    "in step 4, and the memory lost": (lambda c: runs.count(c, "TaskFinished", 4) >= 1, True, 2),
     "weights 3 published, not loaded": (lambda c: (3, "memory") in published(c) and not loaded(c, 3), False, 2),
     "weights 2 published, not saved": (lambda c: loaded(c, 2) and (2, "checkpoint") not in published(c), False, 0),
     "the last weights loaded, not saved": (lambda c: loaded(c, 5) and (5, "checkpoint") not in published(c), False, 4),
@@ -190,15 +171,15 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
     reached, lost, checkpoint = MOMENTS[moment]
     path = memory_config(tmp_path / "run")
     tidy(load_config(path))
-    config = killed_when(reached, path, moment, 90)
+    config = runs.killed_when(reached, path, moment, 90)
     version = published(config)[-1][0]
     if lost:
         shutil.rmtree(shared_memory.memory_dir(config))
-    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
+    runs.went_well("resume", path, *runs.AT_ONCE, cwd=tmp_path)
     assert comparable(config) == undisturbed
     assert published(config).count((version, "memory")) == 1 + lost  # that it was written anew is in the log
-    assert [e.step for _, e in events_of(config, "ExperiencesRedelivered")] == [checkpoint]
-    assert not events_of(config, "WeightsFailed")
+    assert [e.step for _, e in runs.events_of(config, "ExperiencesRedelivered")] == [checkpoint]
+    assert not runs.events_of(config, "WeightsFailed")
     assert not shared_memory.memory_dir(config).exists()
 
 
@@ -210,7 +191,7 @@ async def test_p34_a_trainer_that_can_not_give_its_weights_says_so_before_it_tra
             await explorer.prepare()
     finally:
         await explorer.shutdown()
-    assert events_of(config, "BatchSubmitted") == []
+    assert runs.events_of(config, "BatchSubmitted") == []
 
 
 def test_p34_a_retention_shorter_than_the_way_back_to_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -100,9 +100,7 @@ def test_p55_a_workflow_s_clients_may_say_penalties_formats_and_template_variabl
         "presence_penalty": 0.5, "min_tokens": 2, "repetition_penalty": 1.1, "json_schema": "{}"}
 
 
-def test_a_run_s_endpoint_is_asked_past_every_proxy(
-    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_s_endpoint_is_asked_past_every_proxy(start_system: StartSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name.lower(), raising=False)
         monkeypatch.setenv(name, "http://127.0.0.1:9")

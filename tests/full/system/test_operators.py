@@ -14,8 +14,6 @@ from trinity_es.testing import SleepWorkflow, wait_until
 
 
 class Judging(ExperienceOperatorV1):
-    """Rewards each experience as the judge says. Writes down what was done with it."""
-
     def __init__(self, notes: str) -> None:
         self.notes = Path(notes)
 

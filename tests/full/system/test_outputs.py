@@ -78,9 +78,7 @@ def outputs(*entries: dict[str, Any]) -> dict[str, Any]:
     return {"pipeline": {"outputs": list(entries)}}
 
 
-def test_p29_what_a_batch_delivered_is_in_every_output_as_the_trainer_gets_it(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_p29_every_output_has_a_batch_as_the_trainer_gets_it(start_system: StartSystem, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     client = start_system(buffer=outputs(
@@ -147,9 +145,7 @@ def test_p29_an_output_that_fails_holds_up_no_batch_and_misses_none(start_system
     wait_until(lambda: client.status()["outputs"][0]["error"] is None, "the output to be well")
 
 
-def test_p29_payloads_that_are_gone_are_given_up_and_the_next_batch_is_written(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_p29_lost_payloads_are_given_up_and_the_next_batch_written(start_system: StartSystem, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     client = start_system(buffer=outputs({"name": MOODY, "args": {"path": str(mine)}}))
     mine.mkdir(exist_ok=True)
@@ -198,9 +194,7 @@ def test_p29_kill_9_of_all_while_an_output_writes_leaves_nothing_out_and_nothing
 
 @pytest.mark.chaos
 @pytest.mark.slow
-def test_p29_outputs_are_complete_however_often_the_coordinator_is_killed(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_p29_outputs_are_complete_when_the_coordinator_is_killed(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(buffer=outputs({"name": "jsonl"}, {"name": "parquet"}))
     chance, batches = random.Random(29), list(range(1, 13))
     for batch_id in batches:

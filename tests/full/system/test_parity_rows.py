@@ -64,8 +64,6 @@ def test_p2_p8_a_task_reaches_its_workflow_with_all_its_fields(shared: RolloutCl
 
 
 class Waits(Workflow):
-    """Runs from `from_run` on wait for a file. It does all its runs itself."""
-
     can_repeat = True
     is_async = True
 
@@ -78,8 +76,6 @@ class Waits(Workflow):
 
 
 class EveryOther(Workflow):
-    """Run 0 is fine, run 1 fails, in every attempt."""
-
     can_repeat = True
     is_async = True
 
@@ -97,9 +93,7 @@ def test_p4_p7_a_status_and_a_batch_state_say_what_came_of_it(shared: RolloutCli
     result = shared.finalize_train_batch(batch, timeout=30)
     state = shared.batch(batch)
     assert (state.batch_id, state.batch_type, state.expected_task_count, state.min_wait_num) == (batch, "train", 2, 2)
-    assert (state.completed_task_count, state.state, state.final_result) == (
-        2, BatchLifecycleState.FINALIZED, result
-    )
+    assert (state.completed_task_count, state.state, state.final_result) == (2, BatchLifecycleState.FINALIZED, result)
     assert sorted(state.statuses) == [0, 1]
     half, whole = state.statuses[0], state.statuses[1]
     assert isinstance(half, Status)
@@ -115,8 +109,6 @@ def test_p4_p7_a_status_and_a_batch_state_say_what_came_of_it(shared: RolloutCli
 
 
 class SlowOperator:
-    """Waits for a file."""
-
     def __init__(self, gate: str) -> None:
         self.gate = gate
 
@@ -174,7 +166,6 @@ class ReturnsEverything(Workflow):
 
 @pytest.fixture
 def plain(system_for: StartSystem) -> RolloutClient:
-    """A system whose pipeline leaves experiences as they are."""
     return system_for(buffer={"pipeline": {"operators": []}}, monitor={"detailed_stats": True})
 
 
@@ -196,8 +187,6 @@ def test_p5_every_field_of_an_experience_comes_back_through_the_store(plain: Rol
 
 # --- P8: what a runner says of a run --------------------------------------------------------------------------------
 class Scores(Workflow):
-    """Two experiences a run, with metrics; run 1 waits for a file."""
-
     is_async = True
 
     async def run_async(self) -> list[Experience]:

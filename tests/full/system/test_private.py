@@ -40,16 +40,13 @@ def held() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def hold(file: Path, held: list[subprocess.Popen[bytes]]) -> int:
-    """Hold the lock of this file in another process: its pid."""
     process = subprocess.Popen([sys.executable, "-c", _HOLD, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     held.append(process)
     process.stdout.readline()
     return process.pid
 
 
-def test_another_user_can_open_nothing_of_a_run_in_a_folder_that_he_may_read(
-    folder: Path, start_system: StartSystem
-) -> None:
+def test_another_user_can_open_nothing_of_a_run_in_an_open_folder(folder: Path, start_system: StartSystem) -> None:
     if os.geteuid() or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv, to be another user")
     config = scripted(folder)
@@ -98,9 +95,7 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
         RunLock(config, "explorer")
 
 
-def test_weights_are_not_written_into_a_folder_of_another_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_not_written_into_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid():
         pytest.skip("needs root, to make a folder of another user")
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)

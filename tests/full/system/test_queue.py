@@ -159,9 +159,7 @@ def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
     assert len(taken(client)) == earlier + 2
 
 
-def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(
-    system_for: StartSystem, new_id: NewId
-) -> None:
+def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(system_for: StartSystem, new_id: NewId) -> None:
     client, batches = system_for(buffer=queue()), [new_id() for _ in range(5)]
     earlier = len(taken(client))
     generate(client, *batches, n=8)
@@ -201,9 +199,7 @@ def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(
     assert returned == [ev.ExperiencesReturned(step=1)]
 
 
-def test_p29_a_client_that_is_gone_gets_nothing(
-    system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p29_lost_clients_get_nothing(system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch) -> None:
     client, batch = system_for(buffer=queue()), new_id()
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 3600.0)  # it asks once, and never again
     dead = trinity_es.connect(client.config)

@@ -28,7 +28,6 @@ SCRIPT = {"rules": [{"prompt": row["question"], "response": response} for row, r
 
 
 def taskset(folder: Path, workflow: str, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
-    """A section `buffer` with one taskset of these rows."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     one = {"name": "rows", "path": "rows.jsonl", "workflow": workflow, "repeat_times": 2,
            "format": {"prompt_key": "question"}, "rollout_args": {"max_tokens": 200}, **settings}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from typer.testing import CliRunner
 import trinity_es
 from tests.helpers.database_trouble import on
 from tests.helpers.faults import Server, rewind
-from tests.helpers.systems import StartSystem, end, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
+from tests.helpers.handmade import copied, put_back
+from tests.helpers.systems import StartSystem, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
 from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
-from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, NotRunning
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
@@ -42,22 +41,7 @@ def store(config: Config) -> Path:
     return Path(config.store.url.removeprefix("sqlite:///"))
 
 
-def copy_log(config: Config, to: Path) -> None:
-    """A copy of a SQLite log as it is, whoever writes it."""
-    to.unlink(missing_ok=True)
-    with sqlite3.connect(store(config)) as source, sqlite3.connect(to) as copy:
-        source.backup(copy)
-
-
-def put(copy: Path, config: Config) -> None:
-    """This copy in the log's place."""
-    for suffix in ("", "-wal", "-shm"):
-        store(config).with_name(store(config).name + suffix).unlink(missing_ok=True)
-    shutil.copy(copy, store(config))
-
-
 def forget(config: Config) -> None:
-    """The memory of this host is gone."""
     remembered_log_end.memory(config).path.unlink()
 
 
@@ -73,7 +57,6 @@ def config_file(config: Config, folder: Path) -> str:
 
 
 def refused(client: RolloutClient, match: str = "restored from an older copy") -> None:
-    """Whatever this client asks, it is told, soon."""
     calls: list[Any] = [
         lambda: client.submit_batch(batch_id=90, tasks=sleepers(1), batch_type="train"),
         lambda: client.finalize_train_batch(2, timeout=30),
@@ -137,19 +120,16 @@ def test_a_database_that_fails_over_to_an_older_copy_stops_the_work_until_a_pers
     play(again, 2, 4)
     play(client, 5)  # who remembers the lost part goes on too
     event = next(again.log.rare(["RewindAccepted"])).event
-    assert isinstance(event, ev.RewindAccepted)
     assert (event.reason, event.kept) == ("the old primary burnt", left)
     assert again.log.verify() == []
     assert "positions" in command("events", "--log", url)[1]
 
 
-def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gone_on_with(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_file_replaced_by_an_older_copy_when_dead_is_refused(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     config, file = client.config, config_file(client.config, tmp_path)
     play(client, 1)
-    copy_log(config, tmp_path / "older")
+    copied(store(config), tmp_path / "older")
     play(client, 2)
     position = client.log.head().position
     kill_system(client)  # the file beside the key alone remembers it
@@ -157,7 +137,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     assert remembered_log_end.memory(config).claims()[0].mark.position == position
     assert command("verify", "--config", file)[0] == 0
     shutil.copy(store(config), tmp_path / "whole")
-    put(tmp_path / "older", config)
+    put_back(tmp_path / "older", store(config))
     for args in (("up", file), ("verify", "--config", file), ("verify", "--log", str(store(config))),
                  ("resume", str(store(config))), ("run", file), ("status", "--log", str(store(config)))):
         code, said = command(*args)
@@ -175,7 +155,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     play(again, 2, 3)
     assert again.log.verify() == []
     again.shutdown()
-    put(tmp_path / "older", config)  # from before it was accepted
+    put_back(tmp_path / "older", store(config))  # from before it was accepted
     with pytest.raises(LogRewound, match="another log"):
         lifecycle.start(config)
 
@@ -188,7 +168,7 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     other = start_system(folder=tmp_path / "other")
     play(other, 1)
     other.shutdown()
-    put(store(other.config), config)
+    put_back(store(other.config), store(config))
     with pytest.raises(LogRewound, match="is another log"):
         lifecycle.start(config)
     for suffix in ("", "-wal", "-shm"):
@@ -200,17 +180,15 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     play(start_system(), 1)
 
 
-def test_a_client_alone_remembers_it_and_what_it_says_outlives_the_next_start(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_client_alone_remembers_it_and_that_outlives_a_start(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     config = client.config
     play(client, 1)
-    copy_log(config, tmp_path / "older")
+    copied(store(config), tmp_path / "older")
     play(client, 2)
     kill_system(client)
     forget(config)
-    put(tmp_path / "older", config)
+    put_back(tmp_path / "older", store(config))
     lifecycle.start(config)  # nobody is left on this host who knows
     try:
         with trinity_es.connect(config) as another:
@@ -229,9 +207,7 @@ def test_a_client_alone_remembers_it_and_what_it_says_outlives_the_next_start(
         teardown.end_system(config)
 
 
-def test_guardian_and_runners_remember_it_where_the_file_beside_the_key_is_gone(
-    start_system: StartSystem,
-) -> None:
+def test_guardian_and_runners_remember_it_where_the_file_beside_the_key_is_gone(start_system: StartSystem) -> None:
     client = start_system()
     play(client, 1)
     sent = max(r.position for r in client.log.events(1) if r.type == "TasksDispatched")
@@ -249,12 +225,12 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
     client = start_system(system={"keeper": True})
     config = client.config
     play(client, 1)
-    copy_log(config, tmp_path / "older")
+    copied(store(config), tmp_path / "older")
     play(client, 2)
     time.sleep(3)  # the keeper looks every two seconds
     admin = client._link.admin
     guardian, family = psutil.Process(admin["guardian"]), running_system.processes(admin)
-    put(tmp_path / "older", config)
+    put_back(tmp_path / "older", store(config))
     forget(config)
     kill_all([guardian, *family])
     keeper_log = Path(config.system.log_dir) / "keeper.log"
@@ -265,20 +241,14 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
 
 def test_a_store_that_was_removed_with_its_folder_is_new_and_one_that_was_moved_goes_on(tmp_path: Path) -> None:
     config = scripted(tmp_path / "a")
-    lifecycle.start(config)
-    with trinity_es.connect(config) as client:
-        client.wait_ready(60)
+    with trinity_es.running(config) as client:
         play(client, 1)
-        end(client)
     (tmp_path / "a").rename(tmp_path / "b")
     moved = scripted(tmp_path / "b")
     for settings in (moved, config):  # moved, and made anew where it was
-        lifecycle.start(settings)
-        with trinity_es.connect(settings) as client:
-            client.wait_ready(60)
+        with trinity_es.running(settings) as client:
             play(client, 2)
             assert client.log.verify() == []
-            end(client)
     with open_log(moved.store.url) as log:
         assert [b.batch_id for b in log.batches()] == [1, 2]
     with pytest.raises(NotRunning):

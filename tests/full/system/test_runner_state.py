@@ -25,8 +25,6 @@ from trinity_es.workflows.workflow import Workflow
 
 
 class Sleeps(Workflow):
-    """A sync one, in a worker process."""
-
     def run(self) -> list[object]:  # type: ignore[override]  # it never returns
         time.sleep(self.task.workflow_args["seconds"])
         raise AssertionError("it was to be stopped")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load
+from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, half_done, load
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es import Scheduler, Task
 from trinity_es.client.rollout_client import RolloutClient
@@ -50,9 +50,7 @@ async def test_p17_p18_p19_eight_tasks_and_three_batches_interleaved(scheduler: 
     assert await scheduler.get_results(batch_id=zero, min_num=1, timeout=30) == ([], [])
 
 
-async def test_p18_two_of_four_hang_and_the_id_is_used_again(
-    scheduler: Scheduler, shared: RolloutClient, new_id: NewId
-) -> None:
+async def test_p18_two_hang_and_the_id_is_reused(scheduler: Scheduler, shared: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     scheduler.schedule(dummies(4), batch_id=batch)  # their worker processes take a while to start
     await scheduler.get_results(batch_id=batch)
@@ -82,9 +80,7 @@ async def test_p18_a_task_that_raises_is_a_status(scheduler: Scheduler, new_id: 
     assert await scheduler.get_results(batch_id=batch, min_num=1, timeout=30) == ([], [])
 
 
-async def test_p18_without_clear_the_rest_goes_on_and_a_later_call_returns_only_that(
-    scheduler: Scheduler, new_id: NewId
-) -> None:
+async def test_p18_without_clear_the_rest_goes_on_and_comes_later(scheduler: Scheduler, new_id: NewId) -> None:
     batch = new_id()
     scheduler.schedule(dummies(3, timeout=1, seconds=3, workflow=AsyncDummy), batch_id=batch)
     statuses, first = await scheduler.get_results(batch_id=batch, timeout=1.5, clear_timeout_tasks=False)
@@ -122,9 +118,7 @@ async def test_p1_p17_lower_batch_first_and_first_in_first_out_inside(start_syst
         assert order == [("0", 0), *zip(batches, numbers, strict=True)]
 
 
-async def test_p17_more_tasks_join_a_batch_also_while_somebody_waits_for_it(
-    scheduler: Scheduler, new_id: NewId
-) -> None:
+async def test_p17_more_tasks_join_a_batch_while_somebody_waits_for_it(scheduler: Scheduler, new_id: NewId) -> None:
     batch = new_id()
     tasks = sleepers(2, 1.0)
     scheduler.schedule(tasks, batch)
@@ -139,9 +133,7 @@ async def test_p17_more_tasks_join_a_batch_also_while_somebody_waits_for_it(
     assert not scheduler.has_step(batch)
 
 
-async def test_p17_what_cant_be_scheduled_leaves_nothing_behind(
-    scheduler: Scheduler, shared: RolloutClient, new_id: NewId
-) -> None:
+async def test_p17_what_is_refused_leaves_nothing(scheduler: Scheduler, shared: RolloutClient, new_id: NewId) -> None:
     batch, train = new_id(), new_id()
     with pytest.raises(TaskNotSerializable, match="task 1"):
         scheduler.schedule([*dummies(1), Task(workflow=Dummy, raw_task={"x": object()})], batch)
@@ -203,9 +195,7 @@ def hasty(partial: bool = False) -> dict[str, Any]:
     return {"max_repeat_times_per_runner": 1, "over_rollout": {"wait_after_min": 1.0, "return_partial_tasks": partial}}
 
 
-async def test_p22_p18_after_min_num_a_little_more_is_waited_for_and_the_rest_is_cancelled(
-    system_for: StartSystem, new_id: NewId
-) -> None:
+async def test_p22_p18_after_min_num_some_come_the_rest_is_cancelled(system_for: StartSystem, new_id: NewId) -> None:
     client = system_for(explorer=hasty())
     first, second, third = new_id(), new_id(), new_id()
     async with Scheduler(client.config) as scheduler:
@@ -232,15 +222,9 @@ async def test_p22_p18_after_min_num_a_little_more_is_waited_for_and_the_rest_is
 def test_p22_return_partial_tasks(system_for: StartSystem, new_id: NewId, tmp_path: Path, partial: bool) -> None:
     client, scheduled, submitted = system_for(explorer=hasty(partial)), new_id(), new_id()
 
-    def tasks(name: str) -> list[Task]:  # the second task has a run that hangs
-        slow = {"slow_file": str(tmp_path / name)}
-        return dummies(1, workflow=AsyncDummy, repeat_times=4) + dummies(
-            1, workflow=AsyncDummy, repeat_times=4, **slow
-        )
-
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
-            scheduler.schedule(tasks("0"), scheduled)
+            scheduler.schedule(half_done(tmp_path / "0"), scheduled)
             statuses, experiences = await scheduler.get_results(scheduled, min_num=1)
             ran = Counter(e.eid.task for e in experiences)
             if partial:
@@ -252,7 +236,7 @@ def test_p22_return_partial_tasks(system_for: StartSystem, new_id: NewId, tmp_pa
             assert not scheduler.has_step(scheduled)
 
     asyncio.run(main())
-    client.submit_batch(batch_id=submitted, tasks=tasks("1"), batch_type="train", min_wait_num=1)
+    client.submit_batch(batch_id=submitted, tasks=half_done(tmp_path / "1"), batch_type="train", min_wait_num=1)
     assert client.finalize_train_batch(submitted, timeout=60)["finished_task_count"] == 1
     ran = Counter(e.eid.task for e in client.experiences(submitted))
     assert ran == ({0: 4, 1: 3} if partial else {0: 4})

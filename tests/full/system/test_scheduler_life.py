@@ -44,9 +44,7 @@ async def test_p20_wait_all(scheduler: Scheduler, shared: RolloutClient, new_id:
     assert not scheduler.has_step(two)
 
 
-async def test_p20_wait_all_goes_on_while_tasks_finish_and_cancels_nothing_without_clear(
-    scheduler: Scheduler, new_id: NewId
-) -> None:
+async def test_p20_wait_all_waits_for_tasks_and_cancels_none_without_clear(scheduler: Scheduler, new_id: NewId) -> None:
     batch = new_id()
     scheduler.schedule([t for i in range(1, 5) for t in sleepers(1, 0.9 * i)], batch)
     began = time.monotonic()
@@ -91,9 +89,7 @@ async def test_p18_a_caller_that_gives_up_loses_nothing(scheduler: Scheduler, ne
     assert sorted(got) == list(range(20))
 
 
-async def test_p16_stop_waits_for_what_runs_and_start_goes_on(
-    system_for: StartSystem, new_id: NewId, tmp_path: Path
-) -> None:
+async def test_p16_stop_waits_for_runs_start_goes_on(system_for: StartSystem, new_id: NewId, tmp_path: Path) -> None:
     client, first, second = system_for(explorer={"max_concurrency": 2}), new_id(), new_id()
     count = tmp_path / "ran"
     scheduler = Scheduler(client.config)
@@ -158,9 +154,7 @@ async def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_wor
         await scheduler.stop()
 
 
-async def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_and_taken(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+async def test_p18_promise_2_the_coordinator_is_killed_under_takers(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(explorer={"max_concurrency": 4})
     count = tmp_path / "ran"
     async with Scheduler(client.config) as scheduler:
@@ -184,16 +178,12 @@ async def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_
         for results in (await waiting, await scheduler.get_results(1), await scheduler.get_results(3)):
             assert all(status.ok for status in results[0])
             got += [(e.eid.batch, e.eid.task) for e in results[1]]
-        assert Counter(got) == {
-            **{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)},
-        }
+        assert Counter(got) == {**{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)}}
         assert set(Counter(count.read_text().splitlines()).values()) == {1}  # and nothing was run again
         assert client.log.verify() == []
 
 
-def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_rest(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_p18_promise_2_after_kill_9_of_all_another_scheduler_goes_on(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(explorer={"max_concurrency": 4})
     count = tmp_path / "ran"
 
@@ -227,9 +217,7 @@ def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_r
     asyncio.run(after(asyncio.run(before())))
 
 
-async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_took(
-    start_system: StartSystem,
-) -> None:
+async def test_p23_after_the_warmup_an_attempt_may_take_as_long_as_others_took(start_system: StartSystem) -> None:
     client = start_system(explorer={
         "max_timeout": 20.0, "max_retry_times": 0,
         "dynamic_timeout": {"enable": True, "ratio": 3.0, "warmup_min_steps": 2},
@@ -275,9 +263,7 @@ async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attem
         assert timeouts()[-1] == pace()[-2].timeout
 
 
-async def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_used_again(
-    system_for: StartSystem, new_id: NewId
-) -> None:
+async def test_p7_p25_an_ended_batch_is_readable_after_its_id_is_reused(system_for: StartSystem, new_id: NewId) -> None:
     client, batch, other = system_for(), new_id(), new_id()
     result = play_batch(client, batch, sleepers(2, reward=0.25))
     async with Scheduler(client.config) as scheduler:

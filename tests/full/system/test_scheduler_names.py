@@ -8,16 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, OneRun, dummies
+from tests.helpers.scheduling import AsyncDummy, OneRun, dummies, half_done
 from tests.helpers.systems import StartSystem, sleepers
-from trinity_es import Experience, Scheduler, Task
+from trinity_es import Experience, Scheduler
 from trinity_es.events.errors import BatchTypeMismatch, DataError
-
-
-def half_done(folder: Path, name: str) -> list[Task]:
-    """Two tasks of four runs each; a run of the second hangs."""
-    slow = {"slow_file": str(folder / name)}
-    return dummies(1, workflow=AsyncDummy, repeat_times=4) + dummies(1, workflow=AsyncDummy, repeat_times=4, **slow)
 
 
 def test_p41_payloads_statuses_an_abort_and_partial_tasks(start_system: StartSystem, tmp_path: Path) -> None:
@@ -41,13 +35,13 @@ def test_p41_payloads_statuses_an_abort_and_partial_tasks(start_system: StartSys
             assert await scheduler.get_statuses(1) == []
             # partial tasks, by the call and not by the config
             for batch, partial in ((2, True), (3, False)):
-                scheduler.schedule(half_done(tmp_path, str(batch)), batch)
+                scheduler.schedule(half_done(tmp_path / str(batch)), batch)
                 found = await scheduler.get_statuses(batch, min_num=1, timeout=60, return_partial_tasks=partial)
                 assert [s.completed_runs for s in found] == ([4, 3] if partial else [4])
                 assert not scheduler.has_step(batch)
             # an abort: what is done stays, what is half done too if that is wanted
             for batch, partial in ((4, True), (5, False)):
-                scheduler.schedule(half_done(tmp_path, str(batch)), batch)
+                scheduler.schedule(half_done(tmp_path / str(batch)), batch)
                 await scheduler.get_statuses(batch, min_num=1, timeout=60, clear_timeout_tasks=False)
                 await scheduler.abort_batch(batch, return_partial_tasks=partial, restart_runners=True)
                 assert scheduler.has_step(batch) is partial

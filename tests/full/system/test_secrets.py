@@ -20,8 +20,6 @@ KEYS = {"api_key": "s3cr3t-of-a-judge", "headers": {"Authorization": "s3cr3t-of-
 
 
 class NeedsKeys(Workflow):
-    """Fails where it does not get the keys."""
-
     async def run_async(self) -> list[Experience]:
         given = {**self.task.workflow_args}
         assert given.pop("unlisted") == "s3cr3t-by-type"

@@ -92,7 +92,6 @@ def test_p36_the_openai_client_chats_completes_streams_and_lists_models(served: 
     chunks = list(client.chat.completions.create(
         model=model.id, messages=HELLO, max_tokens=9, stream=True, stream_options={"include_usage": True}
     ))
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 9
     said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     [streamed] = recorded(log, chunks[0].id)
@@ -166,9 +165,7 @@ def test_p36_who_has_no_key_and_who_asks_nonsense_is_told_so(served: tuple[Rollo
         assert (told.status_code, f"(POST {meant} is one)" in told.text) == (404, True)
 
 
-def test_p36_rewards_posted_later_are_in_the_experiences_that_are_committed(
-    served: tuple[RolloutClient, Proxy]
-) -> None:
+def test_p36_rewards_posted_later_are_in_the_committed_experiences(served: tuple[RolloutClient, Proxy]) -> None:
     log, proxy = served
     client = client_of(proxy)
     ids = [
@@ -252,9 +249,7 @@ def test_p36_a_single_engine_loads_weights_too_and_requests_wait_for_it(
     assert client.status()["runners"][0]["model_version"] == 1
 
 
-def test_p36_weights_that_cannot_be_loaded_leave_every_engine_serving(
-    system_for: StartSystem, tmp_path: Path
-) -> None:
+def test_p36_weights_that_cannot_be_loaded_leave_every_engine_serving(system_for: StartSystem, tmp_path: Path) -> None:
     client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy, Load(proxy, clients=4) as load:
         (tmp_path / "bad").mkdir()
@@ -294,9 +289,7 @@ def test_p36_a_conversation_goes_back_to_its_engine_and_others_are_spread(system
 
 
 @pytest.mark.parametrize("victim", ["runner-0", "coordinator"])
-def test_p36_a_process_that_is_killed_fails_no_request_that_was_not_begun(
-    system_for: StartSystem, victim: str
-) -> None:
+def test_p36_a_process_that_is_killed_fails_no_request_that_was_not_begun(system_for: StartSystem, victim: str) -> None:
     client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy, Load(proxy) as load:
         pid = pid_of(client, victim)

@@ -13,9 +13,7 @@ from tests.helpers.systems import StartSystem
 from trinity_es.system import running_system
 
 
-def test_a_system_is_found_and_left_alone_by_commands_after_a_step_of_the_clock(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_commands_find_and_spare_a_system_after_a_step_of_the_clock(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
     before = running_system.processes(client._link.admin)
     file = tmp_path / "run.yaml"

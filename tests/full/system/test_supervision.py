@@ -61,16 +61,13 @@ def test_a_keeper_that_ended_is_told(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": True})
     assert health.read_health(client.config)["problems"] == []
     keeper = running_system.keeper(client.config)
-    assert keeper is not None
     os.kill(keeper, signal.SIGKILL)
     wait_until(lambda: running_system.keeper(client.config) is None, "the end of the keeper")
     [problem] = health.read_health(client.config)["problems"]
     assert problem.startswith(f"its keeper (pid {keeper}) has ended: batches go on")
 
 
-def test_a_stopped_coordinator_is_replaced_and_what_it_wakes_up_to_is_its_end(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_stopped_coordinator_is_replaced_and_ends_when_it_wakes(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(system=QUICK)
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(24, count, 1.0), batch_type="train")
@@ -105,9 +102,7 @@ def test_a_coordinator_that_was_fenced_writes_nothing_more(start_system: StartSy
     assert {c["state"] for c in client._link.where().status["children"]} == {"down"}
 
 
-def test_a_runner_that_is_stopped_is_ended_and_its_work_done_elsewhere(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_stopped_runner_is_ended_and_its_work_done_elsewhere(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(explorer={"max_concurrency": 4, "rollout_model": {"engine_num": 2}}, system=QUICK)
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(8, count, 1.0), batch_type="train")

@@ -81,9 +81,7 @@ class AsksVLLM(Workflow):
         return [mine, said]
 
 
-def test_c6_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
-    client: RolloutClient, tiny: Path, other: Path
-) -> None:
+def test_c6_p15_a_real_judge_s_tokens_and_logprobs_are_its_own(client: RolloutClient, tiny: Path, other: Path) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
     serve_first_weights(client, tiny)

@@ -37,7 +37,6 @@ pytestmark = [
 
 
 def tokens_by(client: RolloutClient, batch: int | str) -> Counter[str]:
-    """How many tokens of a batch's experiences each runner made."""
     made_by: dict[tuple[int | str, int], str] = {
         (e.event.task, r.run): e.event.runner for e in client.log.events(batch_id=batch)
         if isinstance(e.event, ev.RunsFinished) for r in e.event.runs
@@ -70,7 +69,6 @@ def real(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 @pytest.fixture
 def unlabelled(tiny: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server whose answers say nothing about their weights."""
     server = real_server(tiny, tmp_path / "log", "--no-enable-scale-out", "--worker-extension-cls", EXTENSION).start()
     with ended(server):
         yield server.ready(240)

@@ -12,13 +12,12 @@ import pytest
 
 import trinity_es
 from tests.helpers.handmade import cli
-from tests.helpers.systems import end, scripted
+from tests.helpers.systems import scripted
 from trinity_es import Task
 from trinity_es.audit.regenerate import find_rollout, regenerate
 from trinity_es.audit.whatif.forecast import Figures, Forecast, Settings, predict
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError
-from trinity_es.system import lifecycle
 
 HALF = "tests.full.system.test_explorer:always_half"
 SCRIPT = {
@@ -52,10 +51,7 @@ def run(folder: Path, runners: int, *, hard: bool) -> str:
     explorer = {"max_concurrency": 3, "max_timeout": 1.2, "over_rollout": over,
                 "rollout_model": {"engine_num": runners, "script": SCRIPT}}
     config = scripted(folder, explorer=explorer)
-    lifecycle.start(config)
-    client = trinity_es.connect(config)
-    try:
-        client.wait_ready(60)
+    with trinity_es.running(config) as client:
         client.submit_batch(batch_id="warm up", tasks=tasks(0, PLAIN[:8]), batch_type="eval")
         client.finalize_eval_batch("warm up", timeout=60)
         for batch in (1, 2):
@@ -73,14 +69,11 @@ def run(folder: Path, runners: int, *, hard: bool) -> str:
                     client.submit_batch(batch_id="5/check", tasks=tasks(9, PLAIN[:5]), batch_type="eval")
                 train(client, batch)
             client.finalize_eval_batch("5/check", timeout=60)
-    finally:
-        end(client)
     return config.store.url
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[trinity_es.Log]:
-    """On two runners."""
     with trinity_es.open_log(run(tmp_path_factory.mktemp("two"), 2, hard=True)) as log:
         yield log
 
@@ -121,9 +114,7 @@ def test_a_wrong_setting_gives_other_times(recorded: trinity_es.Log) -> None:
     assert largest_error(rows(recorded, runners=1)) > 0.5
 
 
-def test_what_it_says_of_another_number_of_runners_is_what_a_run_with_so_many_takes(
-    recorded: trinity_es.Log, tmp_path: Path
-) -> None:
+def test_what_it_says_of_a_number_of_runners_is_what_a_run_takes(recorded: trinity_es.Log, tmp_path: Path) -> None:
     with trinity_es.open_log(run(tmp_path, 1, hard=False)) as one:
         for log, runners, real in ((recorded, 1, one), (one, 2, recorded)):
             predicted = together(rows(log, 1, 2, runners=runners)).seconds

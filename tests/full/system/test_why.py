@@ -7,25 +7,32 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from benchmarks import sample_log
 from tests.helpers.handmade import cli
 from tests.helpers.parity_rows import recorded
-from tests.helpers.systems import StartSystem, kill_system, pid_of
+from tests.helpers.systems import StartSystem, kill_system, pid_of, play_batch, sleepers
 from trinity_es import Task
+from trinity_es.actors.commands import ResumeTrainer
 from trinity_es.actors.coordinator.fleet.batch_stalls import StallDetector
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import BatchId
+from trinity_es.events.vocabulary import WeightsPublished
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.host_states import Hosts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Server
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.why.answer import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
@@ -150,17 +157,6 @@ def test_a_coordinator_that_does_not_answer_is_said_and_its_log_read(
 
 
 # --- stalls ---------------------------------------------------------------------------------------------------------
-def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_system: StartSystem) -> None:
-    client = start_system(explorer={"stall_after": 1.0})
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    client.submit_batch(batch_id=2, tasks=[sleep(0.0), sleep(6.0)], batch_type="train")
-    wait_until(lambda: client.batch(2).is_complete, "the slow task")
-    [stalled] = recorded(client, 2, ev.StallDetected)
-    assert stalled.waiting_on.startswith("task 1, run 0, attempt 1 of 3 on runner-0 #1 for ")
-    time.sleep(2.5)
-    assert (len(recorded(client, 1, ev.StallDetected)), len(recorded(client, 2, ev.StallDetected))) == (0, 1)
-
-
 class Memory:
     """The coordinator's live state and runners, as far as stalls look at them."""
 
@@ -258,3 +254,44 @@ def test_a_batch_that_ended_or_waits_for_its_trainer_never_stalls(memory: Memory
     assert memory.recorded[0].waiting_on.startswith("it is finalizing")
     memory.batches.clear()
     assert memory.after(50) == 1
+
+
+# --- long logs --------------------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.slow
+EVENTS = 60_000
+ASKED = 24
+
+
+def publish(url: str, folder: Path) -> None:
+    """Weights that are there: those that the made log names are not."""
+    with EventLog.open(url, durability="process", projectors=projectors()) as log:
+        published = WeightsPublished(version=1_000_000, path=str(folder))
+        write = Write(stream="weights", expected_version=log.stream_version("weights"), events=[published])
+        log.append([write], commit_id="weights")
+
+
+def test_status_is_answered_at_once_while_the_first_batches_of_a_long_log_are_asked_for(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'long.db'}"
+    sample_log.make(url, batches=10_000, tasks=64, events=EVENTS, payloads=False, dead=True)
+    with open_log(url) as log:
+        first = next(
+            r for r in log.events() if r.type == "BatchFinalized" and r.event.result["batch_type"] == "train"  # type: ignore[attr-defined]  # a BatchFinalized
+        )
+    publish(url, tmp_path)
+    client = start_system(store={"url": url})
+    play_batch(client, "mine", sleepers(4))
+    slowest = 0.0
+    with ThreadPoolExecutor(ASKED + 2) as pool:
+        asked = [pool.submit(client.next_batch, 0, 120) for _ in range(ASKED)]
+        asked_back = pool.submit(client._link.call, ResumeTrainer(step=0), 120.0)
+        old = pool.submit(client.finalize_train_batch, first.event.result["batch_id"], timeout=120)  # type: ignore[attr-defined]  # as above
+        while not all(one.done() for one in [*asked, asked_back, old]):
+            began = time.monotonic()
+            client.status(60)
+            slowest = max(slowest, time.monotonic() - began)
+        found = {one.result() for one in asked}
+        assert found == {(first.event.result["batch_id"], first.position)}  # type: ignore[attr-defined]  # as above
+        assert old.result()["batch_type"] == "train"
+    assert slowest < 0.6

@@ -61,16 +61,13 @@ def system(system_for: StartSystem) -> RolloutClient:
     return system_for(explorer={"max_concurrency": 3, "max_timeout": 2.0, "max_retry_times": 1})
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "says"),
-    [
-        ("sleep", "timeout", "no end after 2.0 s (max_timeout)"),
-        ("loop", "timeout", "no end after 2.0 s (max_timeout)"),
-        ("C", "timeout", "no end after 2.0 s (max_timeout)"),
-        ("_exit", "workflow", "exit status 3"),
-        ("segfault", "workflow", "SIGSEGV"),
-    ],
-)
+@pytest.mark.parametrize(("how", "kind", "says"), [
+    ("sleep", "timeout", "no end after 2.0 s (max_timeout)"),
+    ("loop", "timeout", "no end after 2.0 s (max_timeout)"),
+    ("C", "timeout", "no end after 2.0 s (max_timeout)"),
+    ("_exit", "workflow", "exit status 3"),
+    ("segfault", "workflow", "SIGSEGV"),
+])
 def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     system: RolloutClient, new_id: NewId, tmp_path: Path, how: str, kind: str, says: str
 ) -> None:
@@ -154,9 +151,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     assert {p.pid for p in workers(psutil.Process(pid_of(system, "runner-0")))} <= {p.pid for p in found}
 
 
-def test_a_runner_imports_the_workflows_of_its_config_before_the_first_task(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
+def test_a_runner_imports_its_config_s_workflows_before_a_task(start_system: StartSystem, tmp_path: Path) -> None:
     note = tmp_path / "imported"
     (tmp_path / "warmed_before.py").write_text(
         "import os\n"

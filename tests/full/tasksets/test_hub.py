@@ -5,7 +5,6 @@ meanwhile.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.helpers.hub_stand_in import Hub, Repository, hub
 from tests.helpers.paths import ROOT
 from tests.helpers.prompts import prompts_used
 from tests.helpers.runs import ROWS, command, events_of, finish, kill_run, make_config
+from tests.helpers.servers import free_port
 from tests.helpers.taskset_reader import TasksetReader
 from trinity_es.config.config import load_config
 from trinity_es.events.values import BatchId
@@ -44,18 +44,11 @@ def variables(tmp_path_factory: pytest.TempPathFactory, served: Hub) -> dict[str
     }
 
 
-def nobody() -> str:
-    """Return the address of a hub that does not answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
 @pytest.fixture(scope="module")
 def readers(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TasksetReader]]:
     """A process with the hub, one that is told to be offline, and one whose hub does not answer; all of one cache."""
     folder, script = tmp_path_factory.mktemp("readers"), Path(__file__).parent / "open_taskset.py"
-    more = {"online": {}, "offline": {"HF_HUB_OFFLINE": "1"}, "no network": {"HF_ENDPOINT": nobody()}}
+    more = {"online": {}, "offline": {"HF_HUB_OFFLINE": "1"}, "no network": {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}}
     made = {name: TasksetReader(script, variables | given, folder / name) for name, given in more.items()}
     yield made
     for reader in made.values():
@@ -70,11 +63,9 @@ class Dataset:
         self.path, self._readers = f"hub:{repository.name}", readers
 
     def open(self, how: str = "online", **given: Any) -> Any:
-        """Return the source and the tasks of its split `train`, or the error."""
         return self._readers[how].open(**{"name": "t", "path": self.path, "split": "train", **given})
 
     def prompts(self, how: str = "online", **given: Any) -> tuple[str, list[str]]:
-        """Return the commit that was read, and its prompts."""
         told = self.open(how, **given)
         assert "error" not in told, told
         return told["source"]["revision"], [task["raw_task"]["prompt"] for task in told["tasks"]]
@@ -93,9 +84,7 @@ WITHOUT = pytest.mark.parametrize("how", ["offline", "no network"])
 
 
 # --- which commit -----------------------------------------------------------------------------------------------------
-def test_a_revision_is_resolved_when_a_run_begins_and_its_commit_is_read_from_then_on(
-    dataset: Dataset
-) -> None:
+def test_a_revision_is_resolved_when_a_run_begins_and_its_commit_is_read_from_then_on(dataset: Dataset) -> None:
     first = dataset.push_rows(train=rows("old"), test=rows("test"))
     told = dataset.open()
     assert told["source"] == {
@@ -121,8 +110,10 @@ def test_branches_tags_and_commits_are_revisions(dataset: Dataset) -> None:
 def test_subsets_and_splits_are_chosen_and_those_that_are_not_there_are_named(dataset: Dataset) -> None:
     push_subsets(dataset)
     assert dataset.prompts(subset="hard")[1] == ["hard"]
+    refused = dataset.open()["error"]
+    assert "easy" in refused, "the only one in the cache is not chosen, as none is the default one"
+    assert "check its subset and its split" in refused
     assert dataset.prompts(subset="easy")[1] == ["easy"]
-    assert "easy" in dataset.open()["error"]
     assert "check its subset and its split" in dataset.open(subset="none")["error"]
     refused = dataset.open(subset="hard", split="test")["error"]
     assert "test" in refused
@@ -154,14 +145,6 @@ def test_without_a_subset_it_is_the_default_one_whichever_the_cache_has(dataset:
     assert "its subset is hard in the config" in dataset.open(recorded=told["source"], subset="hard")["error"]
 
 
-def test_without_a_subset_and_none_that_is_the_default_one_the_cache_does_not_choose(dataset: Dataset) -> None:
-    push_subsets(dataset)
-    assert dataset.prompts(subset="hard")[1] == ["hard"]
-    refused = dataset.open()["error"]
-    assert "easy" in refused
-    assert "check its subset and its split" in refused
-
-
 def test_a_dataset_that_is_not_there_or_has_no_prompts_is_named(dataset: Dataset) -> None:
     dataset.push_rows(train=[{"question": "q"}])
     assert "no prompt: the key 'prompt' is missing (there are: question)" in dataset.open()["error"]
@@ -172,9 +155,7 @@ def test_a_dataset_that_is_not_there_or_has_no_prompts_is_named(dataset: Dataset
 
 # --- without the hub --------------------------------------------------------------------------------------------------
 @WITHOUT
-def test_without_the_hub_the_commit_of_the_log_is_read_from_the_cache_though_a_newer_one_is_there(
-    dataset: Dataset, how: str
-) -> None:
+def test_without_the_hub_the_log_s_commit_is_read_though_the_cache_has_a_newer(dataset: Dataset, how: str) -> None:
     dataset.push_rows(train=rows("old"))
     told = dataset.open()
     dataset.push_rows(train=rows("new"))
@@ -186,18 +167,14 @@ def test_without_the_hub_the_commit_of_the_log_is_read_from_the_cache_though_a_n
 
 
 @WITHOUT
-def test_without_the_hub_a_run_begins_with_the_last_commit_that_the_cache_knows(
-    dataset: Dataset, how: str
-) -> None:
+def test_without_the_hub_a_run_begins_with_the_last_commit_that_the_cache_knows(dataset: Dataset, how: str) -> None:
     first = dataset.push_rows(train=rows("old"))
     dataset.open()
     assert dataset.prompts(how) == (first, ["old 0", "old 1", "old 2"])
 
 
 @WITHOUT
-def test_without_the_hub_the_only_subset_in_the_cache_is_the_one_and_the_log_has_its_name(
-    dataset: Dataset, how: str
-) -> None:
+def test_without_the_hub_the_only_subset_in_the_cache_is_taken_and_logged(dataset: Dataset, how: str) -> None:
     push_subsets(dataset, default="easy")
     dataset.open(subset="hard")
     told = dataset.open(how)

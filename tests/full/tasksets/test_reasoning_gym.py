@@ -30,7 +30,6 @@ Opened = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def opened(reasoning_gym: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    """Opens tasksets, in one process."""
     reader = TasksetReader(HERE / "open_taskset.py", reasoning_gym, tmp_path_factory.mktemp("reader") / "stderr")
     yield reader.open
     reader.close()
@@ -104,9 +103,7 @@ def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(reasonin
 
 
 @by_turns(EXAMPLES[2], EXAMPLES)
-def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_package(
-    reasoning_gym: dict[str, str], tmp_path: Path
-) -> None:
+def test_j2_the_example_plays_both_and_its_log_needs_no_package(reasoning_gym: dict[str, str], tmp_path: Path) -> None:
     """With an engine that says "2" to everything, which is right for some tasks of both."""
     store = f"sqlite:///{tmp_path / 'log.sqlite'}"
     changes: dict[str, object] = {

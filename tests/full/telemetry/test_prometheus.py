@@ -113,7 +113,6 @@ def test_every_end_of_a_runner_that_was_not_wanted_is_a_death(tmp_path: Path) ->
 
 
 def asked(path: Path, token: str | None = None, **headers: str) -> Any:
-    """Return what the dashboard answers to Prometheus."""
     with TestClient(create_app(str(path), token=token), base_url="http://localhost") as client:
         return client.get("/metrics", headers=headers)
 

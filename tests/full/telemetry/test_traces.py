@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -51,7 +52,6 @@ def another(path: Path, batch_id: int) -> None:
         finished(0, DIGEST),
     ]
     state = fold(events)
-    assert state is not None
     write(path, [(batch_stream(batch_id), [*events, ev.BatchFinalized(result=batch_result(state))])])
 
 
@@ -84,7 +84,6 @@ def lost_twice(path: Path) -> dict[str, list[JournalPart]]:
     events += [ev.TasksDispatched(runner="runner-3", incarnation=1, units=[unit(0, 3)], model_version=5),
                finished(0, DIGEST, attempt=3)]
     state = fold(events)
-    assert state is not None
     write(path, [(batch_stream(13), [*events, ev.BatchFinalized(result=batch_result(state))])])
     paid = JournalPart(run=1, step="pay", began=0.5, ended=1.0, finish="done")
     answer = JournalPart(run=1, began=1.5, ended=2.0, tokens=20, model="m", versions=[4, 5])
@@ -108,8 +107,15 @@ def test_a_lost_attempt_has_a_span_for_each_answer_and_step_that_was_kept_of_it(
     assert len({s.context.span_id for s in others}) == len(others)
 
 
+@contextlib.contextmanager
+def tracing(path: Path, exporter: Any) -> Iterator[Traces]:
+    traces = Traces(str(path), exporter, interval=0.01)
+    traces.start()
+    yield traces
+    traces.close()
+
+
 def sent(exporter: Any) -> list[str]:
-    """The batches that were sent, in order."""
     return [s.attributes["rl.batch.id"] for s in exporter.get_finished_spans() if s.name == "rl.batch"]
 
 
@@ -164,24 +170,18 @@ def test_only_attributes_that_are_documented_are_sent(path: Path) -> None:
 
 def test_what_ends_from_now_on_is_sent_once_and_not_again_after_a_restart(path: Path) -> None:
     first, second = memory(), memory()
-    traces = Traces(str(path), first, interval=0.01)
-    traces.start()
-    another(path, 11)
-    wait_until(lambda: first.get_finished_spans(), "the batch that ended to be sent")
-    traces.close()
-    traces = Traces(str(path), second, interval=0.01)
-    traces.start()
-    another(path, 12)
-    traces.close()  # what ended before it is sent
+    with tracing(path, first):
+        another(path, 11)
+        wait_until(lambda: first.get_finished_spans(), "the batch that ended to be sent")
+    with tracing(path, second):
+        another(path, 12)  # what ended before the end is sent
     assert [sent(first), sent(second)] == [["11"], ["12"]]
 
 
 def test_a_log_that_is_made_later_is_sent_from_its_beginning(tmp_path: Path) -> None:
     exporter = memory()
-    traces = Traces(str(tmp_path / "log.db"), exporter, interval=0.01)
-    traces.start()
-    write(tmp_path / "log.db", history(DIGEST))
-    traces.close()
+    with tracing(tmp_path / "log.db", exporter):
+        write(tmp_path / "log.db", history(DIGEST))
     assert sent(exporter) == ["0/letters", "3", "4"]
 
 
@@ -189,20 +189,18 @@ def test_a_log_that_is_another_now_or_a_copy_of_before_is_sent_and_nothing_twice
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     exporter = memory()
-    traces = Traces(str(path), exporter, interval=0.01)
-    traces.start()
-    copied(path, tmp_path / "before")
-    another(path, 11)
-    wait_until(lambda: sent(exporter) == ["11"], "batch 11 to be sent")
-    put_back(tmp_path / "before", path)
-    with open_log(str(path)) as log:
-        wait_until(lambda: traces._position == log.head().position, "the copy to be seen")
-    another(path, 12)  # in the place of batch 11, to the position
-    wait_until(lambda: sent(exporter) == ["11", "12"], "batch 12 to be sent")
-    write(tmp_path / "other", history(DIGEST))
-    put_back(tmp_path / "other", path)
-    wait_until(lambda: len(sent(exporter)) == 5, "the other log to be sent")
-    traces.close()
+    with tracing(path, exporter) as traces:
+        copied(path, tmp_path / "before")
+        another(path, 11)
+        wait_until(lambda: sent(exporter) == ["11"], "batch 11 to be sent")
+        put_back(tmp_path / "before", path)
+        with open_log(str(path)) as log:
+            wait_until(lambda: traces._position == log.head().position, "the copy to be seen")
+        another(path, 12)  # in the place of batch 11, to the position
+        wait_until(lambda: sent(exporter) == ["11", "12"], "batch 12 to be sent")
+        write(tmp_path / "other", history(DIGEST))
+        put_back(tmp_path / "other", path)
+        wait_until(lambda: len(sent(exporter)) == 5, "the other log to be sent")
     assert sent(exporter) == ["11", "12", "0/letters", "3", "4"]
     assert caplog.records == []
 
@@ -219,17 +217,12 @@ class Broken:
         """Nothing is open."""
 
 
-def test_a_receiver_that_is_away_is_told_once_and_disturbs_nobody(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_receiver_that_is_away_is_told_once_and_disturbs_nobody(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broken: Any = Broken()
-    traces = Traces(str(path), broken, interval=0.01)
-    traces.start()
-    with caplog.at_level(logging.WARNING, "trinity_es.traces"):
+    with caplog.at_level(logging.WARNING, "trinity_es.traces"), tracing(path, broken):
         for batch_id in (11, 12, 13):
             another(path, batch_id)
             wait_until(lambda n=batch_id - 10: broken.tried >= n, "the next try")
-        traces.close()
     assert broken.tried == 3
     assert [r.getMessage() for r in caplog.records] == [
         "traces: sending fails, the run goes on without them (said once): ConnectionError: nobody is there"
@@ -270,9 +263,7 @@ def batches_of(body: bytes) -> list[str]:
             for scope in resource.scope_spans for span in scope.spans if span.name == "rl.batch"]
 
 
-def test_a_run_sends_them_over_otlp_to_monitor_otlp_endpoint(
-    tmp_path: Path, receiver: tuple[str, list[tuple[str, bytes]]]
-) -> None:
+def test_a_run_sends_them_to_its_otlp_endpoint(tmp_path: Path, receiver: tuple[str, list[tuple[str, bytes]]]) -> None:
     endpoint, taken = receiver
     config = Config.model_validate({
         "run_dir": str(tmp_path), "store": {"url": f"sqlite:///{tmp_path / 'log.db'}"},
@@ -301,9 +292,7 @@ def test_the_variable_of_opentelemetry_turns_it_on_and_nothing_is_off(
     assert start_traces(str(path)) is None
 
 
-def test_a_missing_package_names_its_extra(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_extra_is_named(path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"trinity-es\[otel\]"):
         start_traces(str(path), "http://127.0.0.1:1")
@@ -316,8 +305,7 @@ def test_a_missing_package_names_its_extra(
 def test_the_log_is_only_read(path: Path) -> None:
     with EventLog.open(str(path), read_only=True) as log:
         before = log.head()
-    traces = Traces(str(path), memory(), interval=0.01)
-    traces.start()
-    traces.close()
+    with tracing(path, memory()):
+        pass
     with EventLog.open(str(path), read_only=True) as log:
         assert log.head() == before

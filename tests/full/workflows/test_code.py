@@ -48,9 +48,7 @@ async def test_a_program_that_passes_its_tests_is_right(pool: WorkerPool, kind: 
     ("if __name__ == '__main__':\n    print(int(input()) * 2, '')", DOUBLES, 1, 1),
     ("print(4)", DOUBLES, 0, 0.5), ("print(int(input()) * 2); exit(1)", DOUBLES, 0, 0),
 ])
-def test_the_last_block_of_python_is_judged_by_its_tests_or_by_what_it_prints(
-    response: str, truth: Any, accuracy: float, share: float
-) -> None:
+def test_the_last_python_block_is_judged(response: str, truth: Any, accuracy: float, share: float) -> None:
     assert judged(response, truth) == accuracy
     assert judged(response, truth, partial=True) == share
 
@@ -78,9 +76,7 @@ BURNS = "import time\nn = int(input())\nwhile time.process_time() < 0.4: pass\np
 @pytest.mark.parametrize(("program", "partial", "accuracy"), [
     (WAITS, True, 1 / 6), (WAITS, False, 0.0), (BURNS, False, 0.0), (BURNS, True, 3 / 6),
 ])
-def test_tests_that_are_left_when_a_program_has_used_up_its_time_are_failed(
-    program: str, partial: bool, accuracy: float
-) -> None:
+def test_tests_left_when_a_program_has_used_up_its_time_failed(program: str, partial: bool, accuracy: float) -> None:
     truth = {"inputs": ["1", "9", "9", "1", "1", "1"], "outputs": ["2", "18", "18", "2", "2", "2"]}
     limits = {"seconds": 0.5, "total_seconds": 6.0} if program is WAITS else {"seconds": 8.0, "total_seconds": 1.0}
     found = judged(block(program), truth, partial=partial, **limits)

@@ -89,7 +89,6 @@ def test_the_same_seed_teaches_the_same_model(tmp_path: Path) -> None:
 
 
 def play(folder: Path) -> None:
-    """Run two steps of the example with all that it writes in this folder."""
     settings = {
         "total_steps": 2, "explorer.max_concurrency": 4, "explorer.eval_interval": 4,
         "explorer.eval_on_startup": "false", "run_dir": folder / "run",
@@ -107,7 +106,6 @@ def play(folder: Path) -> None:
 
 
 def delivered(log: Log, batch: int) -> list[Experience]:
-    """Return what the trainer got of a batch."""
     store = log.payloads()
     try:
         return [

@@ -91,9 +91,7 @@ async def test_a_tool_is_called_and_its_result_told(pool: WorkerPool) -> None:
     (call("multiply"), "error: ValidationError"), (call("breaks", why="no luck"), "error: RuntimeError: no luck"),
     (call("weather", city="Paris", days=[]), "error: ValidationError"),
 ])
-async def test_a_call_that_fails_is_told_to_the_model_which_may_try_again(
-    pool: WorkerPool, called: str, says: str
-) -> None:
+async def test_a_failed_call_is_told_to_the_model_which_may_try_again(pool: WorkerPool, called: str, says: str) -> None:
     experience, engine = await react(pool, called, "42", tools=("multiply", "breaks", "floods", "weather"))
     assert says in engine.prompts[1]
     assert (experience.reward, experience.metrics["tool_errors"]) == (1.0, 1.0)
