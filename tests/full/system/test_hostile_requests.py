@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.helpers.faults import Server
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es.actors.requests import Parcel
+from trinity_es.client import connection
 from trinity_es.events.errors import DataError, RequestRefused, TrinityError
 
 DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
@@ -115,16 +117,22 @@ def store(which: str, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.mark.parametrize("database", DATABASES)
 def test_what_can_not_be_recorded_is_refused_by_name_and_nobody_else_hears_of_it(
-    database: str, start_system: StartSystem, request: pytest.FixtureRequest
+    database: str, start_system: StartSystem, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = start_system(system={"restart_pause": 0.1}, **store(database, request))
+    encode = connection.encode
+    monkeypatch.setattr(
+        connection, "encode", lambda c: c.raw_args if isinstance(c, SimpleNamespace) else encode(c))
+
+    def send(command: str, args: dict[str, Any]) -> Any:
+        return client._link.call(cast(Any, SimpleNamespace(name=command, raw_args=args)), 20.0)
 
     def innocent(number: int) -> None:
         client.submit_batch(batch_id=number, tasks=sleepers(1), batch_type="train")
 
     with ThreadPoolExecutor(8) as pool:
         quiet = [pool.submit(innocent, number) for number in range(1, 25)]
-        bad = [(command, args, pool.submit(client._link.send, command, args, 20.0)) for command, args in bad_requests()]
+        bad = [(command, args, pool.submit(send, command, args)) for command, args in bad_requests()]
         for one in quiet:
             one.result()
         unnamed = []
