@@ -148,7 +148,7 @@ def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: in
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
     """Return the BatchFinalized events of the newest `unread` batches, until they have `room` experiences."""
-    freed = freed_positions(log.rare(["PayloadsFreed"]))
+    freed = freed_positions(log.read_rare(["PayloadsFreed"]))
     deliveries = []
     for stream, first in unread.items():
         if room <= 0:

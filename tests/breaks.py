@@ -149,7 +149,7 @@ BREAKS = (
           "                rewards.append(e)\n", "                rewards.append(0.0)\n",
           "full/actors/test_graders.py::test_of_a_hundred_graders_that_fail_none_becomes_a_reward[simple_workflow]"),
     Break(9, "A runner that came up and could not load the current weights serves with older ones.",
-          "actors/coordinator/decisions/weight_decisions.py", "    if life.served:\n        return [failed]\n",
+          "actors/coordinator/decisions/weight_decisions.py", "    if life.was_current:\n        return [failed]\n",
           "    if True:\n        return [failed]\n",
           "pure/actors/test_weights.py::test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_failed_"
           "until_it_can"),

@@ -380,7 +380,8 @@ def run_without_loop(coroutine: Coroutine[Any, Any, _T]) -> _T:
         coroutine.send(None)
     except StopIteration as e:
         return cast(_T, e.value)
-    raise RuntimeError(f"{coroutine} waited for an event loop, and `run_without_loop` has none")
+    raise RuntimeError(f"{coroutine.__qualname__} had to wait, but no event loop runs here: "
+                       "await it in a coroutine instead")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -325,7 +325,7 @@ class EventLog:
             if len(page) < size:
                 return
 
-    def rare(
+    def read_rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
@@ -398,7 +398,7 @@ class EventLog:
 
     def clock_steps(self) -> list[Recorded]:
         """Return the `ClockStepped` events in order. Between two of them `recorded_at` never goes back."""
-        return list(self.rare(["ClockStepped"]))
+        return list(self.read_rare(["ClockStepped"]))
 
     def position_at(self, time: float) -> int:
         """Return the position of the last event recorded at or before `time` (unix seconds), or 0.

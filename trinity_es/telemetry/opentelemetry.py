@@ -174,7 +174,7 @@ class Traces:
         if head.generation != self._generation:  # a new log at this URL: all of it is unread
             self._generation, self._position = head.generation, 0
         self._position = min(self._position, head.position)  # the log was restored from a copy
-        for final_event in log.rare(["BatchFinalized", "BatchAborted"], after=self._position):
+        for final_event in log.read_rare(["BatchFinalized", "BatchAborted"], after=self._position):
             self._position = final_event.position
             if final_event.hash in self._sent_hashes:
                 continue

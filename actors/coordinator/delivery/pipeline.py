@@ -112,11 +112,12 @@ class Pipeline:
 
         Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` if it dropped some, `time/total`,
         `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`; none without experiences.
-        If two operators have a metric of the same name, the later one's is `<operator>/<name>`. A second operator of
-        the same name is `<operator>_2`. Runs in which a field that an operator `needs` is None are dropped before it.
+        If two operators have a metric of the same name, that of the later operator is recorded as `<operator>/<name>`.
+        A second operator of the same name is called `<operator>_2`. If an operator `needs` a field, runs in which it is
+        None are dropped before that operator.
 
-        Raises PipelineError, which names the operator, if an operator raises, returns anything but experiences and
-        finite metrics, or returns an experience of a wrong shape, or none that is finite.
+        Raises PipelineError, which names the operator, if an operator raises, or if it returns anything but experiences
+        and finite metrics, experiences of wrong shapes, or only experiences with NaN or infinities.
         """
         if not experiences:
             return PipelineResult([], {})

@@ -67,7 +67,7 @@ class RouteHandlers:
         """At the end of a turn, answer the open polls if the table has changed."""
         if not self._proxies:
             return
-        table = [_route_row(r) for r in self._registry.staying_runners() if r.life.served]
+        table = [_route_row(r) for r in self._registry.staying_runners() if r.life.was_current]
         if table != self._table:
             self._table, self._table_number = table, self._table_number + 1
             for proxy in self._proxies.values():

@@ -327,7 +327,7 @@ def _length(turn: Turn) -> int:
 
 
 def _rank(turn: Turn, tail: str) -> tuple[int, bool]:
-    """Return a sort key: turns with a shorter text after them rank higher, then those that no turn follows."""
+    """Return a key by which `max` prefers the turn with the shortest `tail`, and of these one that no turn follows."""
     return -len(tail), not turn.is_followed
 
 

@@ -227,7 +227,7 @@ def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     registry = RunnerRegistry(live, sender)  # type: ignore[arg-type]  # stand-ins
     fleet = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
     for name in names:
-        live.lives[name, 1] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
+        live.lives[name, 1] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, was_current=True)
         fleet.registry.runners[name] = RunnerRecord(live.lives[name, 1], f"address of {name}")
     return fleet, live, sender
 
@@ -374,7 +374,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
         (tmp_path / name / "config.json").write_text("{}")
         save_file({"w": np.zeros(2, np.float32), "a": np.zeros(1, np.float16)}, str(tmp_path / name / "m.safetensors"))
     built = VLLMEngine(EngineConfig(model_path=str(tmp_path / "old")))
-    built._llm, built._dead = Transferring(), None
+    built._llm, built._why_dead = Transferring(), None
     return built
 
 

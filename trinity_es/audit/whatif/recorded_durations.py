@@ -111,7 +111,7 @@ def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) 
     ]
     _set_overheads(flights, lives, config, last_at)
     updates = _weights_updates(log, first, last)
-    pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
+    pace = next((r.event for r in log.read_rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
     seconds = [f.seconds for f in flights if f.ended_at is not None]
     unit_seconds = median(seconds) if seconds and any(r.first_position < first for r in rows) else None
     anchors: list[tuple[float, Anchor]] = [(batches[0].submitted_at, ("begin", None))]
@@ -287,7 +287,7 @@ def _set_overheads(flights: Iterable[_Flight], lives: Iterable[Life], config: di
 def _serving_lives(log: Log, last: int) -> list[Life]:
     """Return the processes of runners of the rollout model that were ready by position `last`."""
     by_stream: dict[str, list[Recorded]] = {}  # read by type, because most events of a runner's stream are weight loads
-    for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):
+    for item in log.read_rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):
         by_stream.setdefault(item.stream, []).append(item)
     lives: list[Life] = []
     for _, items in sorted(by_stream.items()):
@@ -313,7 +313,7 @@ def _serving_lives(log: Log, last: int) -> list[Life]:
 def _weights_updates(log: Log, first: int, last: int) -> list[WeightsUpdate]:
     """Return the weights published between two positions."""
     updates: dict[int, WeightsUpdate] = {}
-    for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=last + 1):
+    for item in log.read_rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=last + 1):
         event, at = item.event, item.recorded_at
         if isinstance(event, ev.WeightsPublished):
             updates.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))
