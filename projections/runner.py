@@ -50,7 +50,8 @@ class RunnerLife:
     """Maximum number of concurrent units; 0 until it is ready."""
     model_version: int = 0
     was_current: bool = False
-    """True if it ever had the weights that were current at that time. Then it keeps getting units if it can't load a newer version."""
+    """True if it ever had the weights that were current then. If so, it keeps getting units if a newer version fails to
+    load."""
     refused: tuple[int, str] | None = None
     """(version, error) of its last load of weights, if that failed."""
 

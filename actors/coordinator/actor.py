@@ -335,7 +335,7 @@ class Coordinator(BaseActor):
 
     def end_retirement(self) -> None:
         """Disconnect the hosts, release the leader lock, and tell the guardian that this coordinator can end."""
-        self.cancel("closed")
+        self.cancel_timer("closed")
         if self.hosts is not None:
             self.hosts.stop()
         if self.leader_lock is not None:

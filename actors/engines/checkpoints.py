@@ -175,7 +175,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 def why_unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
     """Return why the checkpoint at `path` can't replace the served weights; None if it can. Reads only its headers.
 
-    `reference`: shapes of the served model's tensors, if known; `tied`: its lm_head is tied to the embedding.
+    `reference`: shapes of the served model's tensors, None if not read; `tied`: its lm_head is tied to the embedding.
     """
     folder = Path(path)
     if not folder.is_dir():

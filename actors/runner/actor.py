@@ -272,7 +272,7 @@ class Runner(BaseActor):
 
     def send_leases(self) -> None:
         self.lease_awaited = False
-        self.cancel("leases")
+        self.cancel_timer("leases")
         for group in self.leases.next_groups(self.known, self.now()):
             self.tell(group)
 

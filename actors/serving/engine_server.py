@@ -402,7 +402,7 @@ class _Exchange:
         if self._may_ask_again:  # the last part waits until it is recorded
             self._held_part, message = message, self._held_part
             if message is not None:
-                self._stream_place.count(message.get("body", b""))
+                self._stream_place.note_event_number(message.get("body", b""))
                 await self._send({**message, "more_body": True})
             message = self._held_part if is_last else None
         self._end_sent = is_last

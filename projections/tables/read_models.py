@@ -178,7 +178,10 @@ class _Group:
             experience_usage.apply(self.new, item)
 
     def _count_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-        """Gather the attempts, tasks and experiences that an event reports as lost. Update the rows of failed tasks."""
+        """Add the attempts, tasks and experiences that an event reports as lost to the counts of the batch's losses.
+
+        `change`: changes of the batch's row. Mark the rows of tasks that failed, or that failed no more.
+        """
         loss_counts: dict[tuple[str, str], int] = {}
         connection = self._connection
         match event:

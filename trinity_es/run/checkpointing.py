@@ -146,7 +146,7 @@ class TrainerCheckpoints:
         """Repeat the trainer's steps after its checkpoint, up to the current weights, before any engine starts.
 
         If the weights in shared memory are gone, write them again. Raises PayloadNotFound if the experiences were
-        freed, ConfigError if the trainer has no `state_dict`.
+        deleted, ConfigError if the trainer has no `state_dict`.
         """
         if self.diskless:
             _state_dict_method(trainer)  # raises ConfigError now, not after the first step
@@ -162,9 +162,9 @@ class TrainerCheckpoints:
                         self._unrecorded_metrics[step] = learn(trainer, step, experiences)
             except PayloadNotFound as e:
                 raise PayloadNotFound(
-                    f"the trainer has a checkpoint of step {point.checkpoint_version}, but the experiences up to step "
-                    f"{point.version}, which it needs to catch up, were freed: store.retention must be at least "
-                    f"{self.steps_needed}. For a new run from the newest checkpoint, {self.config.another_run}",
+                    f"this run can't be resumed: the trainer's checkpoint is of step {point.checkpoint_version}, and "
+                    f"experiences of the steps up to {point.version} were deleted. For a new run from the checkpoint, "
+                    f"{self.config.another_run}; set store.retention to {self.steps_needed} or more in it",
                     **e.details,
                 ) from e
             finally:

@@ -61,7 +61,7 @@ class ServerFleet:
         self._urls = urls
 
     def update(self) -> None:
-        """Record changes of the list, retire drained runners, and send the guardian the wanted runners."""
+        """Record changes in the list of servers, retire drained runners, and tell the guardian which runners to run."""
         if self._settings is None:
             return
         urls = self._urls

@@ -59,7 +59,7 @@ class TrainerHandlers:
 
     def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
         self._waiting_requests.pop(request.id, None)
-        self.actor.cancel(f"next:{request.id}")
+        self.actor.cancel_timer(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
         for request in list(self._waiting_requests.values()):

@@ -300,9 +300,9 @@ class BatchHandlers:
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
-        self.actor.cancel(f"grace:{batch_stream(batch_id)}")
+        self.actor.cancel_timer(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
-            self.actor.cancel(f"finalize:{waiter.request.id}")
+            self.actor.cancel_timer(f"finalize:{waiter.request.id}")
             self.router.reply(waiter.request, value, error)
 
     def abort(self, request: CommandRequest[AbortBatch]) -> None:

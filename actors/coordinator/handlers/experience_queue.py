@@ -252,7 +252,7 @@ class ExperienceQueue:
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting_requests.pop(request.id, None)
-        self._actor.cancel(f"take:{request.id}")
+        self._actor.cancel_timer(f"take:{request.id}")
 
     def _on_timeout(self, request: CommandRequest[TakeExperiences]) -> None:
         if request.id not in self._waiting_requests:

@@ -154,7 +154,7 @@ class SchedulerHandlers:
     def _answer(self, poll: Poll[P]) -> None:
         """Answer a poll with the current progress, unless it was answered before."""
         if self._polls.pop(poll.request.id, None) is not None:
-            self._actor.cancel(f"poll:{poll.request.id}")
+            self._actor.cancel_timer(f"poll:{poll.request.id}")
             self._router.reply(poll.request, poll.progress())
 
     def _progress_of_all(self) -> StoreProgress:

@@ -60,7 +60,7 @@ class RouteHandlers:
     def _answer(self, proxy: _Proxy) -> None:
         request, proxy.open_poll = proxy.open_poll, None
         if request is not None:
-            self._actor.cancel(f"routes:{request.command.proxy}")
+            self._actor.cancel_timer(f"routes:{request.command.proxy}")
             self._router.answer(request, RouteTable(number=self._table_number, engines=self._table))
 
     def update(self) -> None:

@@ -105,7 +105,7 @@ class LoadHandlers:
     def _end_wait(self, request_id: str, timed_out: str = "") -> None:
         """End a wait, and answer its request. `timed_out` is the error for each runner without an answer."""
         request, awaited, answer = self._waiting.pop(request_id)
-        self.actor.cancel(f"loads:{request_id}")
+        self.actor.cancel_timer(f"loads:{request_id}")
         for waiters in (self.weights.waiters, self.adapters.waiters):
             waiters.pop(awaited, None)
         self.router.reply(request, answer(), awaited.error(timed_out))

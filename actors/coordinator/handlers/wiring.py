@@ -97,7 +97,7 @@ class Handlers:
             self.live.when_durable(self.trainer.check_next_batch)
             self.queue.check()
         self.loads.check()
-        self.runners.check_restarts()
+        self.runners.answer_restarts()
         self.journals.read_lost(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:

@@ -215,7 +215,8 @@ class VLLMServer:
                         continue
                     event: dict[str, Any] = json.loads(line[6:])
                     if "error" in event:
-                        raise EngineError(f"{self.url} failed: {self._without_key(str(event['error'])[:300])}")
+                        problem = self._without_key(str(event["error"])[:300])
+                        raise EngineError(f"{self.url}{path} broke off its answer: {problem}. See the server's log")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
             raise EngineError(f"{self.url}{path} sent no stream of vLLM's: check that it is a vLLM server") from e

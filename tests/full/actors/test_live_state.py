@@ -70,7 +70,8 @@ def test_who_has_served_is_the_same_after_a_takeover(tmp_path_factory: Any, happ
         for name in NAMES:
             was, found = newest_life(live.lives, name), newest_life(read.lives, name)
             if was is not None:
-                assert (found.incarnation, found.state, found.was_current) == (was.incarnation, was.state, was.was_current)
+                for name in ("incarnation", "state", "was_current"):
+                    assert getattr(found, name) == getattr(was, name)
         assert read.weights == live.weights
 
 
