@@ -154,7 +154,7 @@ class CallJournal(Protocol):
         """Return all answers of the call. Call `ask(prompt, sampling, request)` for those missing in the journal."""
 
     def recording(self, request: str) -> AbstractContextManager[Any]:
-        """Return a context that records the tokens of this engine request, which generates all answers of the call."""
+        """Return a context that records the tokens of an engine request for all of the call's `n` answers."""
 
     async def record_end(self, recorded: Any, answers: list[Completion] | None) -> None:
         """Record the end of a request; `recorded` is its context's value. `answers` is None if the request failed."""

@@ -27,7 +27,7 @@ from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint
 from trinity_es.run.trainer import call_trainer, learn
-from trinity_es.weights.shared_memory import write_memory
+from trinity_es.weights.shared_memory import write_to_shared_memory
 
 __all__ = ["Checkpoints", "TrainerCheckpoints"]
 
@@ -171,7 +171,8 @@ class TrainerCheckpoints:
                 payloads.close()
         if not Path(point.path).is_dir():
             state_dict = _state_dict_method(trainer)
-            self._unrecorded_folder = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
+            folder = write_to_shared_memory(self.config, point.version, state_dict(), Path(point.path))
+            self._unrecorded_folder = str(folder)
 
     async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
         """Record the folder and metrics from `catch_up`, now that the system runs; save a checkpoint if due."""

@@ -25,7 +25,7 @@ class Generated:
     """Rows of a reasoning-gym family of puzzles. Raises TasksetError, which says what to install or to change."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
-        """`recorded` is not used: `open_source` passes it to every kind of taskset, and compares revisions itself."""
+        # `open_source` passes `recorded` to every kind of taskset; this kind has one installed revision, and no choice.
         self._config = config
         self._rows: dict[int, bytes] = {}
         """Rows made so far, as JSON."""

@@ -49,8 +49,8 @@ class AccuracyReward(_Math):
         if self.answer_parser is not None:
             answer, gold = self.answer_parser(response), self.answer_parser(truth)
         else:
-            answer = grader.parse_latex(response, answer=True)
-            gold = grader.parse_latex(truth, answer=False) or grader.parse_answer(_after_hashes(truth)) or truth
+            answer = grader.parse_latex(response, is_answer=True)
+            gold = grader.parse_latex(truth, is_answer=False) or grader.parse_answer(_after_hashes(truth)) or truth
         return {"accuracy": float(grader.is_equal(gold, answer))}
 
 

@@ -21,7 +21,7 @@ Values = Mapping[str, Any]
 
 
 class Prepared:
-    """A statement whose variable parts are all parameters."""
+    """A SQL statement whose text never changes: each execution gives it other parameters only."""
 
     def __init__(self, statement: ClauseElement) -> None:
         self._statement = statement

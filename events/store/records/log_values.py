@@ -72,7 +72,7 @@ class Recorded:
                 self._event = codec.decode(self.type, self.schema_version, self.data)
             except LogError as e:
                 place = f"position {self.position} ({self.stream} {self.version})"
-                raise type(e)(f"{place}: {e.message}", **e.details) from e
+                raise type(e)(f"the event at {place} can't be decoded: {e.message}", **e.details) from e
         return self._event
 
 

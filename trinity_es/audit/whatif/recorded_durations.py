@@ -27,7 +27,7 @@ from trinity_es.projections.tables.batch_queries import BatchRow
 __all__ = ["combine_seconds", "concurrent_groups", "read_history"]
 
 MIN_GROUP_SIZE = 50
-"""Least number of batches that are replayed together. A long log is split, since it does not fit into memory."""
+"""Least number of batches that are simulated together. A long log is split, since it does not fit into memory."""
 TURN_SECONDS = 1e-4
 """Turns of the coordinator that were committed together get times this far apart, to keep their order."""
 NEEDED_KEYS = (
@@ -67,9 +67,9 @@ class _Flight:
 
 
 def concurrent_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield the chosen batches (None: all) and those open at the same time, in groups of MIN_GROUP_SIZE or more.
+    """Yield the chosen batches (None: all) and those open at the same time, in groups that never overlap in time.
 
-    Batches of different groups never overlap in time. Raises DataError if no batch can be replayed.
+    Each group but the last has MIN_GROUP_SIZE batches or more. Raises DataError if no batch can be simulated.
     """
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
