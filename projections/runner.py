@@ -86,7 +86,7 @@ Lives = dict[tuple[str, int], RunnerLife]
 
 
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
-    """Return the runner's life with the highest incarnation, or None.
+    """Return the runner's life with the highest incarnation; None if `lives` has none of it.
 
     If two systems compete for the log, an earlier life may be the one that runs.
     """

@@ -143,8 +143,8 @@ def _fold_stream(log: EventLog, stream: str, state: S, evolve_state: Callable[[S
 
 def _last_event(log: EventLog, event_type: type[E]) -> E | None:
     """Return the last event of a type that has a stream of its own; None if there is none."""
-    recorded = log.last(event_type.stream, event_type.__name__)
-    return None if recorded is None else cast(E, recorded.event)
+    last = log.last(event_type.stream, event_type.__name__)
+    return None if last is None else cast(E, last.event)
 
 
 def _read_batch(

@@ -56,8 +56,8 @@ class Policy:
 
 
 def counted_ends(policy: Policy, earlier_ends: Sequence[float], now: float, served_seconds: float) -> list[float]:
-    """Return the times of a child's recent ends, in monotonic seconds; after too many it is quarantined.
-    The last one is `now`; `earlier_ends` is the result of the previous call. `served_seconds` is how long the process that ended now had served."""
+    """Return the times of a child's recent ends, in monotonic seconds, the last at `now`. Too many mean quarantine.
+    `earlier_ends`: the previous result. `served_seconds` is how long the process that ended now had served."""
     if served_seconds >= policy.healthy_life:
         return [now]
     return [*(t for t in earlier_ends if now - t < policy.period), now]

@@ -258,9 +258,9 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
     rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
     row = rows.get(state.batch_id, {})
     if row.get("waited_for"):
-        rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
+        awaited = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
             "the rest, at most explorer.over_rollout.wait_after_min seconds")
-        text = f"{have}; the trainer waits for {rest}"
+        text = f"{have}; the trainer waits for {awaited}"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=batch.moved_at)
     if state.missing is not None:
         text = f"{missing_text(state.missing)}, and its trainer has added none yet"

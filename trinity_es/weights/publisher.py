@@ -207,13 +207,13 @@ class _ThreadedCall:
         self.value: Any = None
         self.error: BaseException | None = None
 
-        def run() -> None:
+        def call_in_thread() -> None:
             try:
                 self.value = call()
             except BaseException as e:
                 self.error = e
 
-        self.thread = threading.Thread(target=run, name="weights", daemon=True)
+        self.thread = threading.Thread(target=call_in_thread, name="weights", daemon=True)
         self.thread.start()
 
     def result(self, timeout: float) -> Any:

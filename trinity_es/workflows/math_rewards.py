@@ -28,7 +28,7 @@ def _grader() -> Any:
 
 
 class _Math(RewardFn):
-    """Base of rewards that call math-verify, each time in a grader process."""
+    """Base of rewards that call math-verify, always in a grader process."""
 
     grader_timeout = GRADER_SECONDS
     grader_imports = _GRADER

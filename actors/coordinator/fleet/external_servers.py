@@ -51,7 +51,7 @@ class ServerFleet:
         """Time of the last message, in monotonic seconds."""
 
     def start_reading(self) -> None:
-        """Start to read the list, unless the config has fixed URLs."""
+        """Start to read the list of servers, unless the config has fixed URLs."""
         if self._settings is not None and not self._settings.urls:
             self._reader = ServerList(self._settings, self.store_list)
             self._reader.start()

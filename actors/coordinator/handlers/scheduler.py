@@ -79,7 +79,7 @@ class SchedulerHandlers:
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open_batch(self, batch_id: BatchId) -> BatchState | None:
-        """Return the open scheduled batch of this id, or None. Raises BatchTypeMismatch for another type of batch."""
+        """Return the scheduled batch with this id; None if it is not open. Raises BatchTypeMismatch for other types."""
         return collect_decisions.open_collect_batch(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:

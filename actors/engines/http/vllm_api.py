@@ -267,9 +267,9 @@ class VLLMServer:
 
     async def facts(self) -> ServerFacts:
         """Return the facts that the server reports. Raises EngineError if it is not a vLLM server."""
-        served = await self.ask("GET", "/v1/models", seconds=STATUS_SECONDS)
+        models = await self.ask("GET", "/v1/models", seconds=STATUS_SECONDS)
         try:
-            [first, *_] = [m for m in served["data"] if not m.get("parent")]  # LoRA adapters have a parent
+            [first, *_] = [m for m in models["data"] if not m.get("parent")]  # LoRA adapters have a parent
             model, max_model_len = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
             raise EngineError(f"/v1/models of {self.url} has no max_model_len: give the URL of a vLLM server") from e

@@ -398,10 +398,10 @@ class VLLMEngine(WeightChanges, AdapterServing):
         task = asyncio.current_task()
         assert task is not None
         tokens = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
-        with self._using(adapter) as served:
+        with self._using(adapter) as served_adapter:
             self._request_tasks.add(task)
-            name_and_version = None if served is None else (served.name, served.version)
-            more["lora_request"] = served and served.request
+            name_and_version = None if served_adapter is None else (served_adapter.name, served_adapter.version)
+            more["lora_request"] = served_adapter and served_adapter.request
             if not request or request in self._request_adapters:  # a user's engine may send two calls for one request
                 request = uuid4().hex
             self._request_adapters[request] = name_and_version

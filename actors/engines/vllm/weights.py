@@ -44,8 +44,8 @@ class WeightChanges:
     _served_path: str
     """Folder or hub id of the served weights, which are loaded again if a change fails."""
 
-    def __init__(self, served: str) -> None:
-        self._served_path = served
+    def __init__(self, served_path: str) -> None:
+        self._served_path = served_path
         self._shapes: dict[str, list[int]] | None = None
         self._has_tied_head = False
         self._weights_lock = asyncio.Lock()

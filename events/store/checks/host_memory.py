@@ -61,16 +61,16 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
     return claims
 
 
-def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
+def lost_between(seen: Mark | None, answer: Mark | None) -> str | None:
     """Compare the mark of this process with the mark in an answer. Describe the loss if the answer's log lost events.
 
     Return None if it lost none, or if the generations differ: only the log shows whether one follows from the other.
     """
-    if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
+    if seen is None or answer is None or seen.generation != answer.generation or answer.position > seen.position:
         return None
-    if answer.position < own.position:
-        return f"it has seen position {own.position}, and the answer says that the log ends at {answer.position}"
-    return None if answer.hash == own.hash else f"it has seen another event at position {own.position}"
+    if answer.position < seen.position:
+        return f"it has seen position {seen.position}, and the answer says that the log ends at {answer.position}"
+    return None if answer.hash == seen.hash else f"it has seen another event at position {seen.position}"
 
 
 class MemoryFile:
