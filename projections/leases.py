@@ -92,4 +92,4 @@ def check_attachment(leases: OpenLeases, event: ev.Event) -> None:
         if earlier is None or not earlier.held or earlier.orphaned or of != (
             earlier.taken.submission, earlier.taken.unit.task, earlier.taken.run
         ):
-            raise LogCorrupt(f"lease {event.lease} takes over {event.attaches}, which is not held by its run")
+            raise LogCorrupt(f"lease {event.lease} takes over {event.attaches}, which is not held by its run{_ADVICE}")

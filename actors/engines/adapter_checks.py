@@ -80,7 +80,7 @@ def _rank_in_config(settings: bytes) -> int:
     try:
         config = json.loads(settings)
     except ValueError as e:
-        raise ValueError(f"{CONFIG} is not JSON ({e})") from e
+        raise ValueError(f"{CONFIG} is not JSON ({e}): save the adapter with model.save_pretrained(folder)") from e
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} is not a JSON object: save the adapter with model.save_pretrained(folder)")
     if config.get("peft_type") != "LORA":
@@ -128,7 +128,7 @@ def _rank_of_tensors(data: bytes, model_shapes: Mapping[str, Sequence[int]] | No
             raise ValueError(f"{TENSORS}: {name} holds NaN or infinite weights")
         half_shapes.setdefault(match["module"], {})[match["half"]] = shape
     if not half_shapes:
-        raise ValueError(f"{TENSORS} holds no tensors")
+        raise ValueError(f"{TENSORS} holds no tensors: save the adapter with model.save_pretrained(folder)")
     return max(_module_rank(module, halves, model_shapes) for module, halves in half_shapes.items())
 
 

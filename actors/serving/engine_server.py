@@ -91,7 +91,7 @@ class _Session:
     run_ended: bool = False
 
     def abort(self) -> None:
-        """Abort all open requests. Callable from any thread."""
+        """Abort all open requests. Any thread may call this."""
         for exchange in list(self.exchanges):
             exchange.loop.call_soon_threadsafe(exchange.abort)
 

@@ -54,7 +54,7 @@ class Publisher:
         except TrinityError:
             raise
         except TimeoutError as e:
-            raise SyncError(f"the coordinator did not answer {command.name} within {timeout} s") from e
+            raise SyncError(f"the coordinator did not answer {command.name} within {timeout} s: call again") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Publish weights (a folder or named tensors) to the engines, and return the coordinator's answer."""

@@ -142,7 +142,7 @@ class Conversing:
         action_mask is true on the assistant's tokens (with the end of turn), and false on all others and the template's
         marks. It comes from the chat template's {% generation %} marks, or else from rendering the conversation turn by
         turn. A turn is masked if the template renders it differently once other turns follow (without reasoning, say);
-        `info["untrained_turns"]` has its message's index. `logprobs` are None. Callable from any thread.
+        `info["untrained_turns"]` has its message's index. `logprobs` are None. Any thread may call this.
 
         Tokens after `limit` are cut off: `truncate_status` is "response_truncated", or, if no token of the response is
         left, "prompt_truncated" with a mask that is all false.
