@@ -88,8 +88,8 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
 def check_attachment(leases: OpenLeases, event: ev.Event) -> None:
     """Raise LogCorrupt if a new lease takes over a resource that no earlier attempt at its run holds."""
     if isinstance(event, ev.LeaseTaken) and event.attaches:
-        earlier, of = leases.get(event.attaches), (event.submission, event.unit.task, event.run)
-        if earlier is None or not earlier.held or earlier.orphaned or of != (
-            earlier.taken.submission, earlier.taken.unit.task, earlier.taken.run
+        earlier_lease, run = leases.get(event.attaches), (event.submission, event.unit.task, event.run)
+        if earlier_lease is None or not earlier_lease.held or earlier_lease.orphaned or run != (
+            earlier_lease.taken.submission, earlier_lease.taken.unit.task, earlier_lease.taken.run
         ):
             raise LogCorrupt(f"lease {event.lease} takes over {event.attaches}, which is not held by its run{_ADVICE}")

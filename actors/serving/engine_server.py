@@ -222,9 +222,9 @@ class EngineServer:
                 adapter, body["model"] = model_name, self.name
             elif model_name not in (None, "", self.name):
                 # vLLM would refuse it too, but hides a name that is a path
-                served = ", ".join(map(repr, [self.name, *adapters]))
+                served_models = ", ".join(map(repr, [self.name, *adapters]))
                 raise ApiError(f"the model {excerpt(model_name)} does not exist; GET /v1/models lists those that do: "
-                               f"{served}", status=404, param="model", code=404)
+                               f"{served_models}", status=404, param="model", code=404)
             raw = json_bytes(body)
         record = RequestRecord(
             model=session.model, body=body, default_length=default_length, engine_only=engine_only,

@@ -347,10 +347,10 @@ def _wait_on_runner(
     maximum = "" if limit is None else f" of at most {span(limit)}"
     what = _unit_text(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
-    which = "before it" if unit.attempt == 2 else "the task's first failure"
-    earlier = "" if first is None else f" ({which}: {short(first, 120)})"
+    when = "before it" if unit.attempt == 2 else "the task's first failure"
+    failure = "" if first is None else f" ({when}: {short(first, 120)})"
     goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
-    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
+    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{failure}{goes_on}"
     return _unit_wait(batch, flight, cause=cause, text=text, since=since, limit=limit,
                     seen=None if runner is None else runner.seen)
 

@@ -201,8 +201,8 @@ def _is_equal(answer: str | None, truth: str) -> bool:
     if answer.strip() == truth.strip():
         return True
     grader = _grader()
-    gold, given = (grader.parse_answer(f"\\boxed{{{text}}}") for text in (truth, answer))
-    return bool(grader.is_equal(gold, given))
+    gold, parsed_answer = (grader.parse_answer(f"\\boxed{{{text}}}") for text in (truth, answer))
+    return bool(grader.is_equal(gold, parsed_answer))
 
 
 def _parsed_tag_answer(text: str) -> Any:

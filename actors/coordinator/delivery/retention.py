@@ -151,8 +151,8 @@ class Retention:
         for stream, row in kept.items():
             position, digests = self._digests.get(stream, (0, frozenset[str]()))
             if position < row.last_position:
-                news = self._log.read(stream=stream, after=position, until=row.last_position)
-                self._digests[stream] = row.last_position, digests | experience_digests(news)
+                new_events = self._log.read(stream=stream, after=position, until=row.last_position)
+                self._digests[stream] = row.last_position, digests | experience_digests(new_events)
         used_here: set[str] = set()
         for stream in streams:
             is_kept = stream in kept

@@ -379,7 +379,7 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if status != 0:
-        raise EngineError(f"servers.restart_command failed (exit status {status}): its output is in the runner's log")
+        raise EngineError(f"servers.restart_command failed (exit status {status}): run it by hand to see why")
 
 
 def _is_same_model(root: str, model: str) -> bool:
