@@ -104,7 +104,7 @@ class Needs:
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(freed.items()))
 
     def remaining(self) -> Iterator[tuple[str, str]]:
-        """Remove the payloads of freed batches. Return (digest, owner) of each needed payload, in order of digests."""
+        """Remove the payloads of freed batches. Return (digest, owner as text) of each needed payload, by digest."""
         self._scratch.execute(
             "DELETE FROM needed WHERE position < (SELECT position FROM freed WHERE freed.stream = needed.stream)"
         )

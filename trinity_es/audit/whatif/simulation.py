@@ -185,11 +185,11 @@ class Simulation:
         self._call_as_recorded(batch.submitted_at, lambda: self.submit(batch))
         submission: Anchor = ("submit", batch.batch_id)
         anchors = [submission]
-        previous = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
-                    and b.submitted_at < batch.submitted_at and b.ended_at is not None]
+        batches_before = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
+                          and b.submitted_at < batch.submitted_at and b.ended_at is not None]
         # The trainer asks for batches in order, unless the record shows otherwise.
-        if previous and previous[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
-            anchors.append(("end", previous[-1].batch_id))
+        if batches_before and batches_before[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
+            anchors.append(("end", batches_before[-1].batch_id))
         delay = 0.0
         if batch.was_requested_late and batch.finalizing_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
