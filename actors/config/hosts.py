@@ -50,10 +50,11 @@ class HostsConfig(Section):
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
         if not self.engines_on_head and not self.address:
-            raise ValueError("engines_on_head is false and address is not set, so no host with engines could join: set "
+            raise ValueError("has engines_on_head: false without an address, so no host with engines could join: set "
                              "hosts.address")
+        # `error_sentence` puts the section's name before these messages: "hosts has address ...".
         for key, address in (("address", self.address), ("listen", self.listen)):
             host, _, port = address.rpartition(":")
             if address and not (host and port.isdecimal() and 0 < int(port) < 65536):
-                raise ValueError(f"{key} is {address!r}: give an address of this host and a port, as in 10.0.0.1:7700")
+                raise ValueError(f"has {key} {address!r}: give an address of this host and a port, as in 10.0.0.1:7700")
         return self

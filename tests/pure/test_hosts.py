@@ -92,7 +92,7 @@ def test_what_ray_has_nothing_to_place_for_is_refused(given: dict[str, Any], sai
 
 
 @pytest.mark.parametrize(("hosts", "said"), [
-    ({"engines_on_head": False}, r"engines_on_head is false and address is not set"),
+    ({"engines_on_head": False}, r"engines_on_head: false without an address"),
     ({"address": "10.0.0.1:7700", "tls": {"cert": "/c.pem"}}, r"hosts\.tls.*hosts speak TLS by themselves, leave it"),
 ])
 def test_a_head_without_engines_or_hosts_and_certificates_between_hosts_are_refused(
