@@ -196,6 +196,6 @@ class Remembering(Conversing):
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None
         return self.turns.last_turn(
-            self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, answer=True),
+            self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, begin_answer=True),
             partial(fit, messages[last]),
         )
