@@ -2,8 +2,9 @@
 
 The file has each request from the start of its handling to the end of its turn, and each batch while its pipeline runs.
 A new coordinator reads the file: its entries were unfinished when the previous coordinator ended, for whatever reason.
-If `REQUEST_DEATHS` coordinators in a row ended while they handled a request, it is refused; one success clears it. They
-are compared by content, so the same request of another client is refused too. A restart of the system clears the file.
+If `REQUEST_DEATHS` coordinators in a row ended while they handled a request, it is refused; one success clears it.
+Requests are compared by content, so the same request of another client is refused too. A restart of the system clears
+the file.
 """
 
 from __future__ import annotations

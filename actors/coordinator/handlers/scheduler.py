@@ -142,7 +142,7 @@ class SchedulerHandlers:
         self._polls[poll.request.id] = poll
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
 
-    def check(self, batch_ids: Iterable[BatchId]) -> None:
+    def answer_polls(self, batch_ids: Iterable[BatchId]) -> None:
         """Answer the polls about these batches whose progress is enough now."""
         if not self._polls:
             return

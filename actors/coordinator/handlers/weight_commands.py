@@ -96,7 +96,7 @@ class LoadHandlers:
         time_out = lambda: self._end_wait(request.id, f"no answer in {timeout} s")  # noqa: E731
         self.actor.after(timeout, f"loads:{request.id}", time_out)
 
-    def check(self) -> None:
+    def answer_requests(self) -> None:
         """At the end of a turn, answer the requests whose runners have all carried out their orders."""
         for request_id, (_, awaited, _) in list(self._waiting.items()):
             if not awaited.waiting_on:
