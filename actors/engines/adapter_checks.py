@@ -111,7 +111,7 @@ def _rank_in_config(settings: bytes) -> int:
 def _rank_of_tensors(data: bytes, model_shapes: Mapping[str, Sequence[int]] | None) -> int:
     """Return the highest rank of an adapter's tensors. Raises ValueError if they can't be served over the model.
 
-    `model_shapes`: shapes of the model's tensors by name; None if the model is not loaded.
+    `model_shapes`: shapes of the model's tensors by name; None if they are unknown and not compared.
     """
     half_shapes: dict[str, dict[str, list[int]]] = {}  # by module, then by half: A or B
     for name, dtype, shape, content in _read_tensors(data):

@@ -361,7 +361,7 @@ class Model(OpenAIAccess):
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         """Send a prompt to the engine, and return its answers with their experiences.
 
-        `text`: text of a prompt in token ids; None to decode it from the ids.
+        `text`: the prompt as text; if None, it is decoded from its ids.
         """
         self._require_open()
         version_before = self.engine.model_version

@@ -51,7 +51,7 @@ def find_lost(connection: Connection, claims: Sequence[Claim]) -> tuple[Head, li
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
-    """Raise LogRewound if the log lacks the event at `mark`, the newest position that this process has seen.
+    """Raise LogRewound if the log lacks the event at `mark`, the newest that this process has seen.
 
     `head`: the log's row of `es_log_head`.
     """
