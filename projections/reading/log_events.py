@@ -144,7 +144,7 @@ class LogEvents:
             other_id: BatchId | None = None  # 12 for "12", and the other way round
             if isinstance(batch_id, int):
                 other_id = str(batch_id)
-            elif batch_id.isdecimal():
+            elif batch_id.isdecimal() and len(batch_id) < 19:  # as an int it has at most 64 bits
                 other_id = int(batch_id)
             exists = other_id is not None and self._events.stream_version(batch_stream(other_id))
             hint = f"; there is one with the id {other_id!r}" if exists else ""

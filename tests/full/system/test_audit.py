@@ -95,6 +95,9 @@ def test_a2_state_at_a_position_and_at_a_time(dead_log: tuple[str, dict[str, obj
             log.replay(99)
         with pytest.raises(BatchNotFound, match="there is one with the id 1"):
             log.replay("1")
+        for digits in ("9" * 20, "9" * 5000):
+            with pytest.raises(BatchNotFound, match="no batch"):
+                log.replay(digits)
 
 
 def test_verify_finds_a_changed_payload_and_a_lost_one(dead_log: tuple[str, dict[str, object]], tmp_path: Path) -> None:
