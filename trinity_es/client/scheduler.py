@@ -117,8 +117,8 @@ class Scheduler:
 
     async def _pause_own_batches(self) -> None:
         """Pause the batches that this scheduler began, and wait until none of their units runs."""
-        progress = await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0))  # -1: it answers at once
-        self._own_batches &= set(progress["batches"])
+        store_progress = await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0))  # -1: it answers at once
+        self._own_batches &= set(store_progress["batches"])
         await self._ask(commands.PauseBatches(batches=list(self._own_batches)))
         for batch_id in self._own_batches:
             while True:
