@@ -70,7 +70,8 @@ async def read_body(request: Request) -> bytes:
                     if size > BODY_LIMIT:
                         break
         except TimeoutError as e:
-            raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s: send it without pauses", status=408, code="body_too_slow") from e
+            raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s: send it without pauses",
+                           status=408, code="body_too_slow") from e
         except ClientDisconnect as e:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
     if size > BODY_LIMIT:

@@ -144,8 +144,8 @@ class MathDAPORewardFn(_Math):
             max_length, cache = max_response_length or 0, cache_length or 0
             if penalty_factor is None or not 0 < cache < max_length:
                 raise ConfigError("enable_overlong_penalty needs penalty_factor and 0 < cache_length < "
-                                  f"max_response_length, but these are {penalty_factor}, {cache} and {max_length}: set them in "
-                                  "reward_fn_args")
+                                  f"max_response_length, but these are {penalty_factor}, {cache} and {max_length}: "
+                                  "set them in reward_fn_args")
             self.limits = penalty_factor, max_length, cache
 
     def __call__(
