@@ -91,7 +91,7 @@ def _make_private(folder: Path) -> None:
 
 
 def free_shared_memory(config: Config, keep: str) -> None:
-    """Remove every version from the run's shared memory except the folder `keep`."""
+    """Delete every weights version in the run's shared memory, except the folder `keep`."""
     folder = memory_dir(config)
     for version in folder.glob("*version_*"):
         if str(version) != keep:
