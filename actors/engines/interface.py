@@ -76,7 +76,7 @@ class Sampling:
     """Name of the LoRA adapter to use, in the version served when the request arrives; empty: the model itself."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return what is needed to repeat a request: the fields up to `ignore_eos`, and others without their default."""
+        """Return what a repeated request needs: the fields up to `ignore_eos`, and others without their default."""
         values = {name: getattr(self, name) for name in _ALWAYS_RECORDED}
         values["stop"] = list(self.stop)
         return values | {name: value for name, default in _RECORDED_IF_SET if (value := getattr(self, name)) != default}

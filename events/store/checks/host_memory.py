@@ -116,7 +116,7 @@ class MemoryFile:
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
-        """Return True if this file's store was copied from the one at `place`, and not moved: the original still exists."""
+        """Return True if this store was copied from the one at `place`, and not moved: the original still exists."""
         if place.startswith("/"):
             return os.path.exists(place)
         # Without the port: a server that took over from another one has the same data, perhaps without its end.
