@@ -117,8 +117,8 @@ class TrainerHandlers:
         freed_batches = [b for b, first_position, _ in rows if freed_at.get(batch_stream(b), 0) > first_position]
         if freed_batches:
             raise PayloadNotFound(
-                f"batches {freed_batches} were trained after step {step}, but store.retention deleted their "
-                "experiences: resume from a later checkpoint",
+                f"batches {freed_batches} were trained after step {step}, but store.retention "
+                f"({self.retention.keep or 'off now'}) deleted their experiences: resume from a later checkpoint",
                 batches=freed_batches,
             )
         event = ev.ExperiencesRedelivered(step=step, batches=batches)

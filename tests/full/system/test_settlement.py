@@ -155,7 +155,7 @@ def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start
     assert (event.payloads, event.bytes > 0) == (len(its[2]), True)
     assert client.log.verify() == []
     assert client.log.check_result(1)[0] == client.log.check_result(1)[1]
-    with pytest.raises(PayloadNotFound, match=r"\[2\] were trained after step 1.*store\.retention keeps 2 steps"):
+    with pytest.raises(PayloadNotFound, match=r"\[2\] were trained after step 1.*store\.retention \(2\) deleted"):
         trinity_es.connect(client.config, resumed_at=1)
     with trinity_es.connect(client.config, resumed_at=2) as again:
         assert again.redelivered == [3, 4, 5, 6]
