@@ -106,7 +106,7 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian is untyped
         self._timers[name] = self._timer_number, call
         self.wakeupAfter(timedelta(seconds=seconds), payload=(name, self._timer_number))
 
-    def cancel(self, name: str) -> None:
+    def cancel_timer(self, name: str) -> None:
         """Cancel the timer of this name, if there is one."""
         self._timers.pop(name, None)
 

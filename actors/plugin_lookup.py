@@ -130,7 +130,10 @@ def label_of(name: str, taken: Collection[str]) -> str:
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class for a name in `registry`, or for a "module:Class". Raises UnknownWorkflow, which says `what`."""
+    """Return the class for a name in `registry`, or for a "module:Class". Raises UnknownWorkflow if there is none.
+
+    `what` is the kind of class as the error names it: "workflow".
+    """
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"

@@ -33,7 +33,7 @@ class RunActivity:
     """The runs that play now, and the last one that ended. One thread writes it, any may read it."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """`clock` returns unix seconds; the default one ignores steps of the machine's clock."""
+        """`clock` returns unix seconds; the default one does not jump if the machine's clock is set."""
         self.clock = clock or steady_clock()
         self.last: Row | None = None
         self._running: dict[int, Row] = {}

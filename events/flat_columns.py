@@ -36,14 +36,14 @@ class FlatColumn:
         return np.diff(self.offsets)
 
     def __getitem__(self, number: int) -> Array | None:
-        """Return the array of one experience as a view of `values`, or None."""
+        """Return the array of one experience as a view of `values`; None if it has none."""
         if not self.present[number]:
             return None
         array = self.values[self.offsets[number] : self.offsets[number + 1]]
         return array if self.shapes is None else array.reshape(self.shapes[number])
 
     def arrays(self) -> list[Array | None]:
-        """Return a list of each experience's array, as a view of `values`, or None."""
+        """Return each experience's array as a view of `values`, with None for an experience without one."""
         ends, values = self.offsets.tolist(), self.values
         out = [values[a:b] for a, b in pairwise(ends)]
         if self.shapes is not None:

@@ -148,14 +148,14 @@ def step(
 def without_open_steps(data: bytes) -> bytes:
     """Return a journal in which one record that lists the open steps replaces all records of a run with open steps."""
     to_replace = {number: kept for number, kept in kept_runs([data]).items() if kept.open_steps()}
-    rest, runs = [], dict[int, Run]()
+    other_frames, runs = [], dict[int, Run]()
     for head, _, frame in frames(data):
         run = run_of(head)
         if run[3] in to_replace:
             runs[run[3]] = run
         else:
-            rest.append(frame)
-    return b"".join(rest) + b"".join(
+            other_frames.append(frame)
+    return b"".join(other_frames) + b"".join(
         _frame({"run": runs[number], "s": kept.seconds, "over": [*kept.possibly_delivered, *kept.open_steps()]})
         for number, kept in to_replace.items()
     )

@@ -312,7 +312,7 @@ def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int
 
 
 def _first_part_not_json(value: Any, path: str) -> str | None:
-    """Return path and type of the first part that is not plain JSON, or None. orjson would silently convert some."""
+    """Return path and type of the first part that is not plain JSON; None if all are. orjson would convert some."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):

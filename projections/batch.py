@@ -377,8 +377,8 @@ def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
 def _apply_kept(state: BatchState, event: ev.AttemptKept) -> None:
     """Record the kept progress of a lost attempt. If it got further than earlier ones, its failure doesn't count."""
     key = event.task, event.run_id_base
-    earlier = state.kept.get(key)
-    if (event.tokens, event.steps) > ((0, 0) if earlier is None else (earlier.tokens, earlier.steps)):
+    kept_before = state.kept.get(key)
+    if (event.tokens, event.steps) > ((0, 0) if kept_before is None else (kept_before.tokens, kept_before.steps)):
         state.strikes[key] = max(0, state.strikes.get(key, 0) - 1)
     state.lost.pop(key, None)
     state.kept[key] = event

@@ -109,8 +109,8 @@ def _add_delivery(state: QueueState, stream: str, version: int, event: ev.BatchF
 
     count = event.selected
     versions = np.zeros(count, np.int64)  # 0 for experiences whose version the event does not have
-    recorded = [weights_version for repeats, weights_version in event.model_versions for _ in range(repeats)]
-    versions[: len(recorded)] = recorded[:count]  # a slice beyond the end is as long as the array
+    known_versions = [weights_version for repeats, weights_version in event.model_versions for _ in range(repeats)]
+    versions[: len(known_versions)] = known_versions[:count]  # a slice beyond the end is as long as the array
     state.deliveries[stream, version] = Delivery(
         batch_id=event.result["batch_id"], version=version, refs=list(event.experiences), model_versions=versions,
         use_counts=np.zeros(count, np.int32), taken_at=np.full(count, -np.inf),
@@ -148,7 +148,7 @@ def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: in
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
     """Return the BatchFinalized events of the newest `unread` batches, until they have `room` experiences."""
-    freed = freed_positions(log.rare(["PayloadsFreed"]))
+    freed = freed_positions(log.read_rare(["PayloadsFreed"]))
     deliveries = []
     for stream, first in unread.items():
         if room <= 0:

@@ -53,6 +53,8 @@ class OpenLease:
         }
 
 
+_ADVICE = ": `trinity-es verify` lists all problems of this log"
+
 OpenLeases = dict[str, OpenLease]
 """Key -> lease, of leases that are not released, in the order in which they were taken."""
 
@@ -61,13 +63,13 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
     """Apply one event to `leases`, in place. Raises LogCorrupt if the event can't follow the earlier ones."""
     if isinstance(event, ev.LeaseTaken):
         if event.lease in leases:
-            raise LogCorrupt(f"lease {event.lease} is taken twice")
+            raise LogCorrupt(f"lease {event.lease} is taken twice{_ADVICE}")
         leases[event.lease] = OpenLease(taken=event, expires=event.expires)
         return
     key = event.lease  # type: ignore[attr-defined]  # every event of this stream has it
     lease = leases.get(key)
     if lease is None:
-        raise LogCorrupt(f"{type(event).__name__} names lease {key}, which is not taken")
+        raise LogCorrupt(f"{type(event).__name__} is of lease {key}, which no LeaseTaken before it opened{_ADVICE}")
     match event:
         case ev.LeaseHeld() if not lease.held:
             leases[key] = replace(lease, held=True, handle=event.handle)
@@ -80,14 +82,14 @@ def evolve_leases(leases: OpenLeases, event: ev.Event) -> None:
         case ev.LeaseReleased() if event.by != "coordinator" or lease.orphaned:
             del leases[key]
         case _:
-            raise LogCorrupt(f"{type(event).__name__} does not fit lease {key}, which is {lease.state}")
+            raise LogCorrupt(f"{type(event).__name__} does not fit lease {key}, which is {lease.state}{_ADVICE}")
 
 
 def check_attachment(leases: OpenLeases, event: ev.Event) -> None:
     """Raise LogCorrupt if a new lease takes over a resource that no earlier attempt at its run holds."""
     if isinstance(event, ev.LeaseTaken) and event.attaches:
-        earlier, of = leases.get(event.attaches), (event.submission, event.unit.task, event.run)
-        if earlier is None or not earlier.held or earlier.orphaned or of != (
-            earlier.taken.submission, earlier.taken.unit.task, earlier.taken.run
+        earlier_lease, run = leases.get(event.attaches), (event.submission, event.unit.task, event.run)
+        if earlier_lease is None or not earlier_lease.held or earlier_lease.orphaned or run != (
+            earlier_lease.taken.submission, earlier_lease.taken.unit.task, earlier_lease.taken.run
         ):
-            raise LogCorrupt(f"lease {event.lease} takes over {event.attaches}, which is not held by its run")
+            raise LogCorrupt(f"lease {event.lease} takes over {event.attaches}, which is not held by its run{_ADVICE}")

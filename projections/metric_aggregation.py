@@ -227,7 +227,8 @@ def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
-    """Return the mean reward in a batch's result, or None. Of several `mean@n` (before 2026-11), take the largest n."""
+    """Return the mean reward in a batch's result; None without rewards. Of several `mean@n` (before 2026-11), take the
+    largest n."""
     metrics = result["metrics"]
     if "rollout/reward/mean" in metrics:
         return float(metrics["rollout/reward/mean"])

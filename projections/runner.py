@@ -49,8 +49,9 @@ class RunnerLife:
     places: int = 0
     """Maximum number of concurrent units; 0 until it is ready."""
     model_version: int = 0
-    served: bool = False
-    """True if it ever had the current weights. Then it keeps getting units if it can't load a newer version."""
+    was_current: bool = False
+    """True if it ever had the weights that were current then. If so, it keeps getting units if a newer version fails to
+    load."""
     refused: tuple[int, str] | None = None
     """(version, error) of its last load of weights, if that failed."""
 
@@ -85,7 +86,7 @@ Lives = dict[tuple[str, int], RunnerLife]
 
 
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
-    """Return the runner's life with the highest incarnation, or None.
+    """Return the runner's life with the highest incarnation; None if `lives` has none of it.
 
     If two systems compete for the log, an earlier life may be the one that runs.
     """
@@ -108,7 +109,7 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
         case ev.RunnerReady():
             life.state, life.reason, life.places = RunnerState.READY, "", event.places
             life.model_version = event.model_version
-            life.served |= event.model_version == weights.version or not weights.path
+            life.was_current |= event.model_version == weights.version or not weights.path
         case ev.ConcurrencyChanged():
             life.places = event.places
         case ev.RunnerFailed():
@@ -120,7 +121,7 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
         case ev.RunnerRetired():
             life.state = RunnerState.RETIRED
         case ev.WeightsLoaded():
-            life.model_version, life.served, life.refused = event.version, True, None
+            life.model_version, life.was_current, life.refused = event.version, True, None
         case ev.WeightsFailed():
             life.refused = event.version, event.error  # it keeps its present weights
 

@@ -52,6 +52,7 @@ class HostsConfig(Section):
         if not self.engines_on_head and not self.address:
             raise ValueError("has engines_on_head: false without an address, so no host with engines could join: set "
                              "hosts.address")
+        # `error_sentence` puts the section's name before these messages: "hosts has address ...".
         for key, address in (("address", self.address), ("listen", self.listen)):
             host, _, port = address.rpartition(":")
             if address and not (host and port.isdecimal() and 0 < int(port) < 65536):

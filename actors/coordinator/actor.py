@@ -236,7 +236,7 @@ class Coordinator(BaseActor):
         if again:
             self.announce()
             self.handlers.batches.finalize_if_ready([*self.live.batches])
-            self.handlers.scheduler.check(self.live.batches)
+            self.handlers.scheduler.answer_polls(self.live.batches)
             self.handlers.journals.read_lost(self.live.batches)
         self.held_requests.handle()
 
@@ -281,7 +281,7 @@ class Coordinator(BaseActor):
             return
         if self.running:
             try:
-                self.handlers.check()
+                self.handlers.answer_requests()
                 self.fleet.dispatcher.dispatch()
             except LogUnavailable as e:  # a large task could not be stored for its runner
                 self.session.abandon_turn(e)
@@ -335,7 +335,7 @@ class Coordinator(BaseActor):
 
     def end_retirement(self) -> None:
         """Disconnect the hosts, release the leader lock, and tell the guardian that this coordinator can end."""
-        self.cancel("closed")
+        self.cancel_timer("closed")
         if self.hosts is not None:
             self.hosts.stop()
         if self.leader_lock is not None:

@@ -94,7 +94,7 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     attempt_times, publication = _last_event(log, ev.PaceMeasured), _last_event(log, ev.WeightsPublished)
     serving_runners = _read_serving_runners(log, states)
     lives: Lives = {
-        (name, n): RunnerLife(name=name, incarnation=n, state=RunnerState(state), served=name in serving_runners)
+        (name, n): RunnerLife(name=name, incarnation=n, state=RunnerState(state), was_current=name in serving_runners)
         for name, (n, state) in states.items()
     }
     adapters = _read_adapters(log, versions)
@@ -126,7 +126,7 @@ def _read_loaded_adapters(log: EventLog, adapters: Adapters) -> set[str]:
         removal = log.last(event.own_stream(), "AdapterRemoved")
         removed_at = 0 if removal is None else removal.position
         [publication] = log.read(stream=event.own_stream(), after=removed_at, limit=1)
-        for recorded in log.rare(["AdapterLoaded", "RunnerReady"], after=publication.position):
+        for recorded in log.read_rare(["AdapterLoaded", "RunnerReady"], after=publication.position):
             loaded = set[str]()
             evolve_loaded(loaded, recorded.event, adapters)
             if name in loaded:
@@ -143,8 +143,8 @@ def _fold_stream(log: EventLog, stream: str, state: S, evolve_state: Callable[[S
 
 def _last_event(log: EventLog, event_type: type[E]) -> E | None:
     """Return the last event of a type that has a stream of its own; None if there is none."""
-    recorded = log.last(event_type.stream, event_type.__name__)
-    return None if recorded is None else cast(E, recorded.event)
+    last = log.last(event_type.stream, event_type.__name__)
+    return None if last is None else cast(E, last.event)
 
 
 def _read_batch(
@@ -172,8 +172,8 @@ def _packed_tasks(submissions: Sequence[ev.BatchSubmitted | ev.TasksAdded], payl
 
 
 def _read_serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the runners whose newest process has served, by the rule of `evolve_lives`. Reads no long streams."""
-    # A newest life that loaded no weights has served if it was ready with the ones that were current then.
+    """Return the runners whose newest life `was_current`, by the rule of `evolve_lives`. Reads no long streams."""
+    # A newest life that loaded no weights `was_current` if it was ready with the weights that were current then.
     serving_names, unclear = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
         loaded = log.last(ev.WeightsLoaded.stream_of(name), "WeightsLoaded")
@@ -181,14 +181,16 @@ def _read_serving_runners(log: EventLog, states: Mapping[str, tuple[int, str]]) 
             serving_names.add(name)
         else:
             unclear[name] = incarnation
-    for recorded in log.rare(["RunnerReady"], descending=True):  # a life may have several: each takeover records one
+    # A life may have several RunnerReady, since each new coordinator records one.
+    for recorded in log.read_rare(["RunnerReady"], descending=True):
         ready = cast(ev.RunnerReady, recorded.event)
         if not unclear:
             break
         if unclear.get(ready.runner) != ready.incarnation:
             unclear.pop(ready.runner, None)  # all events of its newest life have been seen
             continue
-        publication = next(log.rare(["WeightsPublished"], before=recorded.position, descending=True, limit=1), None)
+        publications = log.read_rare(["WeightsPublished"], before=recorded.position, descending=True, limit=1)
+        publication = next(publications, None)
         if publication is None or cast(ev.WeightsPublished, publication.event).version == ready.model_version:
             serving_names.add(ready.runner)
             del unclear[ready.runner]
@@ -213,7 +215,7 @@ class LiveState:
         self.load()
 
     def load(self) -> None:
-        """Read everything that is open from the log, and drop the state and the turn in memory."""
+        """Read all that is open from the log, and put it in place of the state in memory. Drop the unwritten events."""
         self.replace_state(self.read_log())
 
     def read_log(self) -> Loaded:

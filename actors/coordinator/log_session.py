@@ -358,7 +358,7 @@ class LogSession:
     def close(self, on_closed: Callable[[], None]) -> None:
         """Write what is queued and give the lease back; then call `on_closed`."""
         self.phase = Phase.ENDED
-        self._host.cancel("reload")
+        self._host.cancel_timer("reload")
         if not self.has_live_state:
             on_closed()
             return

@@ -29,6 +29,7 @@ class _Check(NamedTuple):
     """Check of a sender's mark, and the handling of its message."""
 
     claim: Claim
+    """The mark, and the name of its sender."""
     act: Callable[[], None]
     if_unreadable: bool
     """True if the message is handled even if the log can't be read."""
@@ -74,11 +75,12 @@ class SenderMarkChecks:
         self._is_checking = True
         checks, self._waiting_checks = self._waiting_checks, []
 
-        def run() -> None:
+        def check_in_thread() -> None:
+            """Look for the marked events in the log, and have the actor's loop handle the result."""
             error: Exception | None = None
-            own_end = self._log.acknowledged  # before the check, which may move it
-            has_later_mark = own_end is not None and any(
-                check.claim.mark.position > own_end.position for check in checks
+            last_written = self._log.acknowledged  # before the check, which may move it
+            has_later_mark = last_written is not None and any(
+                check.claim.mark.position > last_written.position for check in checks
             )
             try:
                 self._log.require([check.claim for check in checks])
@@ -86,7 +88,7 @@ class SenderMarkChecks:
                 error = e
             self._post(lambda: self._end_checks(checks, error, has_later_mark))
 
-        threading.Thread(target=run, name="mark-check", daemon=True).start()
+        threading.Thread(target=check_in_thread, name="mark-check", daemon=True).start()
 
     def _end_checks(self, checks: list[_Check], error: Exception | None, has_later_mark: bool) -> None:
         """Handle the messages whose marks were checked, and start the checks that came meanwhile.

@@ -1,9 +1,10 @@
-"""File of the requests and pipelines in work, so that after a crash the next coordinator sees which one caused it.
+"""File of unfinished requests and pipelines, so that after a crash the next coordinator sees which one caused it.
 
 The file has each request from the start of its handling to the end of its turn, and each batch while its pipeline runs.
-A new coordinator reads the file: its entries were in work when the previous coordinator ended, for whatever reason. If
-`REQUEST_DEATHS` coordinators in a row ended while a request was in work, it is refused; one success clears it. Requests
-are compared by content, so the same request of another client is refused too. A restart of the system clears the file.
+A new coordinator reads the file: its entries were unfinished when the previous coordinator ended, for whatever reason.
+If `REQUEST_DEATHS` coordinators in a row ended while they handled a request, it is refused; one success clears it.
+Requests are compared by content, so the same request of another client is refused too. A restart of the system clears
+the file.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ REMEMBERED = 64
 
 @dataclass(slots=True)
 class _Suspect:
-    """Request or pipeline that was in work when coordinators ended."""
+    """Request or pipeline that coordinators had not finished when they ended."""
 
     what: str
     """Name of the request or pipeline in errors and in the file."""
     deaths: int
-    """Number of coordinators that ended while the request or pipeline was in work."""
+    """Number of coordinators that ended before they had finished it."""
     said: str = ""
     """Error of the request's handler, if it raised one."""
 
@@ -49,7 +50,7 @@ def fingerprint(request: CommandRequest[Any]) -> str:
 
 
 class RequestsInHand:
-    """Requests and pipelines in work now, and suspects: those in work when earlier coordinators ended."""
+    """Requests and pipelines begun and not finished, and suspects: those that earlier coordinators left so."""
 
     def __init__(self, path: Path | None = None, system_start: str = "") -> None:
         """Read the file of the previous coordinator, or keep all in memory if there is no path. `system_start` names a
@@ -73,7 +74,7 @@ class RequestsInHand:
         self._write()
 
     def _take_suspects(self, data: bytes) -> None:
-        """Read the suspects from the file's content. Everything that was in work when it was written becomes one."""
+        """Read the suspects from the file's content. Each request and pipeline that was unfinished becomes one."""
         try:
             content: dict[str, Any] = orjson.loads(data)
             if content["life"] != self._system_start:
@@ -90,16 +91,16 @@ class RequestsInHand:
     def _write(self) -> None:
         if self._file < 0:
             return
-        in_work = self._requests | self._pipelines
+        unfinished = self._requests | self._pipelines
         suspects = {key: asdict(suspect) for key, suspect in self._suspects.items()}
-        data = orjson.dumps({"life": self._system_start, "held": in_work, "suspects": suspects})
+        data = orjson.dumps({"life": self._system_start, "held": unfinished, "suspects": suspects})
         with contextlib.suppress(OSError):
             os.pwrite(self._file, data.ljust(self._length), 0)  # spaces pad it: the file is JSON at any time
             self._length = max(self._length, len(data))
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def begin_request(self, request: CommandRequest[Any]) -> None:
-        """Write to the file that a request is in work. Raises RequestRefused if earlier coordinators ended in it."""
+        """Note in the file that a request begins. Raises RequestRefused if REQUEST_DEATHS coordinators died in it."""
         key, name = fingerprint(request), request.command.name
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= REQUEST_DEATHS:
@@ -135,7 +136,7 @@ class RequestsInHand:
 
     # --- pipelines --------------------------------------------------------------------------------------------------
     def begin_pipeline(self, key: str) -> None:
-        """Write to the file that a pipeline is in work. Raises PipelineError if earlier coordinators ended in it."""
+        """Note in the file that a pipeline begins. Raises PipelineError if PIPELINE_DEATHS coordinators died in it."""
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= PIPELINE_DEATHS:
             raise PipelineError(

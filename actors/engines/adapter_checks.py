@@ -25,11 +25,12 @@ _NOT_SERVED = (
 """Settings in adapter_config.json beyond plain LoRA, all of which vLLM refuses."""
 _PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of `init_lora_weights` that leave the base model's weights unchanged; the others change them."""
-_EXPONENT_BITS: dict[str, tuple[Any, int]] = {
+_EXPONENT_MASKS: dict[str, tuple[Any, int]] = {
     "F64": (np.uint64, 0x7FF0000000000000), "F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Allowed dtypes: for each an unsigned integer of the same width, and the exponent bits that NaN and infinity have."""
+"""Allowed dtypes: for each an unsigned type of the same width, and a mask of the exponent's bits. Only NaN and infinity
+have all of these bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _rank_in_config(settings: bytes) -> int:
     try:
         config = json.loads(settings)
     except ValueError as e:
-        raise ValueError(f"{CONFIG} is not JSON ({e})") from e
+        raise ValueError(f"{CONFIG} is not JSON ({e}): save the adapter with model.save_pretrained(folder)") from e
     if not isinstance(config, dict):
         raise ValueError(f"{CONFIG} is not a JSON object: save the adapter with model.save_pretrained(folder)")
     if config.get("peft_type") != "LORA":
@@ -107,8 +108,11 @@ def _rank_in_config(settings: bytes) -> int:
     return int(max(ranks))
 
 
-def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) -> int:
-    """Return the highest rank of an adapter's tensors. Raises ValueError if they don't fit together or to the model."""
+def _rank_of_tensors(data: bytes, model_shapes: Mapping[str, Sequence[int]] | None) -> int:
+    """Return the highest rank of an adapter's tensors. Raises ValueError if they can't be served over the model.
+
+    `model_shapes`: shapes of the model's tensors by name; None if they are unknown and not compared.
+    """
     half_shapes: dict[str, dict[str, list[int]]] = {}  # by module, then by half: A or B
     for name, dtype, shape, content in _read_tensors(data):
         match = _TENSOR.fullmatch(name)
@@ -116,19 +120,21 @@ def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) ->
             raise ValueError(
                 f"{TENSORS}: {name} is no tensor of a LoRA adapter: names must end with lora_A.weight or lora_B.weight"
             )
-        if dtype not in _EXPONENT_BITS:
-            dtypes = ", ".join(_EXPONENT_BITS)
+        if dtype not in _EXPONENT_MASKS:
+            dtypes = ", ".join(_EXPONENT_MASKS)
             raise ValueError(f"{TENSORS}: {name} is of type {dtype}: save the adapter as one of {dtypes}")
-        unsigned, exponent = _EXPONENT_BITS[dtype]
-        if (np.frombuffer(content, dtype=unsigned) & unsigned(exponent) == unsigned(exponent)).any():
+        uint, exponent_mask = _EXPONENT_MASKS[dtype]
+        if (np.frombuffer(content, dtype=uint) & uint(exponent_mask) == uint(exponent_mask)).any():
             raise ValueError(f"{TENSORS}: {name} holds NaN or infinite weights")
         half_shapes.setdefault(match["module"], {})[match["half"]] = shape
     if not half_shapes:
-        raise ValueError(f"{TENSORS} holds no tensors")
-    return max(_module_rank(module, halves, shapes) for module, halves in half_shapes.items())
+        raise ValueError(f"{TENSORS} holds no tensors: save the adapter with model.save_pretrained(folder)")
+    return max(_module_rank(module, halves, model_shapes) for module, halves in half_shapes.items())
 
 
-def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[str, Sequence[int]] | None) -> int:
+def _module_rank(
+    module: str, halves: Mapping[str, list[int]], model_shapes: Mapping[str, Sequence[int]] | None
+) -> int:
     """Return the rank of a module from the shapes of its matrices A and B. Raises like `_rank_of_tensors`."""
     for half, other in ("A", "B"), ("B", "A"):
         if half not in halves:
@@ -138,11 +144,11 @@ def _module_rank(module: str, halves: Mapping[str, list[int]], shapes: Mapping[s
         return 1
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise ValueError(f"{TENSORS}: {module} has lora_A {a} and lora_B {b}, expected [rank, in] and [out, rank]")
-    if shapes is not None:
-        shape = shapes.get(f"{module}.weight")
+    if model_shapes is not None:
+        shape = model_shapes.get(f"{module}.weight")
         if shape is None and "layers." in module:  # models have different prefixes before `layers.`
             tail = f".{module[module.index('layers.'):]}.weight"
-            shape = next((shape for name, shape in shapes.items() if name.endswith(tail)), None)
+            shape = next((shape for name, shape in model_shapes.items() if name.endswith(tail)), None)
         if shape is None:
             raise ValueError(f"{module} is not in the model that is served")
         if [b[0], a[1]] != list(shape):

@@ -161,10 +161,10 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
         try:
             files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (KeyError, AttributeError, TypeError) as e:
-            raise ValueError(f"{index.name} has no object weight_map of file names") from e
+            raise ValueError(f"{index.name} has no weight_map of file names: save the checkpoint again") from e
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{file.name} is missing")
+            raise ValueError(f"{file.name}, which {index.name} names, is missing: save the checkpoint again")
         try:
             with safe_open(str(file), framework="np") as tensors:
                 yield file, tensors
@@ -175,7 +175,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 def why_unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
     """Return why the checkpoint at `path` can't replace the served weights; None if it can. Reads only its headers.
 
-    `reference`: shapes of the served model's tensors, if known; `tied`: its lm_head is tied to the embedding.
+    `reference`: shapes of the served model's tensors, None if not read; `tied`: its lm_head is tied to the embedding.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -76,7 +76,7 @@ class Sampling:
     """Name of the LoRA adapter to use, in the version served when the request arrives; empty: the model itself."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return the fields needed to repeat a request: all up to `ignore_eos`, and others that are not the default."""
+        """Return what a repeated request needs: the fields up to `ignore_eos`, and others without their default."""
         values = {name: getattr(self, name) for name in _ALWAYS_RECORDED}
         values["stop"] = list(self.stop)
         return values | {name: value for name, default in _RECORDED_IF_SET if (value := getattr(self, name)) != default}
@@ -154,7 +154,7 @@ class CallJournal(Protocol):
         """Return all answers of the call. Call `ask(prompt, sampling, request)` for those missing in the journal."""
 
     def recording(self, request: str) -> AbstractContextManager[Any]:
-        """Return a context that records the tokens of this engine request, which generates all answers of the call."""
+        """Return a context that records the tokens of an engine request for all of the call's `n` answers."""
 
     async def record_end(self, recorded: Any, answers: list[Completion] | None) -> None:
         """Record the end of a request; `recorded` is its context's value. `answers` is None if the request failed."""

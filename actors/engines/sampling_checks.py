@@ -137,13 +137,13 @@ def needs_whole_distribution(tokens: int, vocabulary: int, temperature: float, m
     return temperature != 1.0
 
 
-def logprob_at_temperature(own: float, row: Iterable[float], temperature: float) -> float:
+def logprob_at_temperature(logprob: float, row: Iterable[float], temperature: float) -> float:
     """Return a token's logprob at temperature T, log softmax(z / T) = l / T - logsumexp(l / T).
 
-    `own` is the token's l = log softmax(z), its logprob at temperature 1; `row` has the l of all tokens.
+    `logprob` is the token's l = log softmax(z), its logprob at temperature 1; `row` has the l of all tokens.
     """
     import numpy as np
 
     scaled = np.array(list(row), dtype=np.float64) / temperature
     largest = scaled.max()  # subtracted so that exp can't overflow
-    return float(own / temperature - largest - np.log(np.exp(scaled - largest).sum()))
+    return float(logprob / temperature - largest - np.log(np.exp(scaled - largest).sum()))

@@ -242,8 +242,8 @@ class Guardian(BaseActor):
         if self.children.get(child.name) is not child or self.stopping:
             return
         del self.children[child.name]
-        self.cancel(f"left:{child.name}")
-        self.cancel(f"start:{child.name}")
+        self.cancel_timer(f"left:{child.name}")
+        self.cancel_timer(f"start:{child.name}")
         if child.pid and not child.is_gone():
             kill_group(child.pid)
         elif not child.is_gone():
@@ -396,7 +396,7 @@ class Guardian(BaseActor):
     def retire_coordinator_after_runners(self) -> None:
         """End the coordinator in order if the system ends and all runners have ended."""
         if self.stopping and all(c.state in ENDED for c in self.runners()):
-            self.cancel("retire")  # the timer that would have done so without them
+            self.cancel_timer("retire")  # the timer that would have done so without them
             self.retire_coordinator()
 
     def retire_coordinator(self) -> None:

@@ -56,8 +56,8 @@ class Policy:
 
 
 def counted_ends(policy: Policy, earlier_ends: Sequence[float], now: float, served_seconds: float) -> list[float]:
-    """Return the times of a child's ends that count for a quarantine, in monotonic seconds. The last one is `now`.
-    `earlier_ends` counted before. `served_seconds` is how long the process that ended now had served."""
+    """Return the times of a child's recent ends, in monotonic seconds, the last at `now`. Too many mean quarantine.
+    `earlier_ends`: the previous result. `served_seconds` is how long the process that ended now had served."""
     if served_seconds >= policy.healthy_life:
         return [now]
     return [*(t for t in earlier_ends if now - t < policy.period), now]
@@ -70,8 +70,8 @@ def _backoff(policy: Policy, end_count: int, chance: float) -> float:
 
 
 def runner_pause(policy: Policy, end_count: int, chance: float) -> float | None:
-    """Return the pause in seconds before a runner starts again; None if it is quarantined. `end_count` is the number of
-    its ends that count. `chance` is uniform in [0, 1)."""
+    """Return the pause in seconds before a runner starts again; None if it is quarantined. `end_count`: number of its
+    recent ends, as `counted_ends` returns them. `chance` is uniform in [0, 1)."""
     return None if end_count > policy.restarts else _backoff(policy, end_count, chance)
 
 
@@ -99,7 +99,7 @@ class Child:
     started: str = ""
     """Start time of the process (`events.processes`); with the pid it identifies the process."""
     deaths: list[float] = field(default_factory=list)
-    """Times of the ends that count for a quarantine."""
+    """Times of its recent ends (`counted_ends`)."""
     short_lives: int = 0
     """For the coordinator: number of short lives in a row."""
     state: str = "starting"

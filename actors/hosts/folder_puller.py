@@ -148,9 +148,9 @@ class FolderPuller:
         if "unreadable" in reply:
             if local_files and pull.local is not None:  # hosts may share a file system that the head lacks
                 return pull.local
-            earlier = self._pulled_folders.get(pull.name)
-            if earlier is not None and earlier.is_dir():
-                return earlier
+            pulled_folder = self._pulled_folders.get(pull.name)
+            if pulled_folder is not None and pulled_folder.is_dir():
+                return pulled_folder
             raise SyncError(
                 f"the head does not find {pull.name} where it was published: {reply['unreadable']}. Publish it on the "
                 "head's host, or on a file system that the head reads", refused=True,

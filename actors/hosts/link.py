@@ -178,10 +178,10 @@ class LoopThread:
 class HeadEnd:
     """The head's end: a server with a connection to each admitted host.
 
-    The callables run in its thread. `hello(offer, address, answer)` calls `answer` once with its Admission of a host,
-    from any thread. `take(host, epoch, items)` gets a host's messages; a first call without messages means that the
-    host is connected. `gone(host, epoch, reason, heard_at)` means that its connection ended; `heard_at` is the time of
-    its last message in monotonic seconds.
+    It calls three functions in its thread. `hello(offer, address, answer)` when a host asks for admission: `hello` must
+    then call `answer(admission)` once, in any thread. `take(host, epoch, items)` with a host's messages, and once
+    without messages when the host is connected. `gone(host, epoch, reason, heard_at)` when a host's connection has
+    ended; `heard_at` is the time of its last message in monotonic seconds.
     """
 
     def __init__(

@@ -77,9 +77,9 @@ class RunLeases:
                 self._open_keys.discard(lease)
             else:
                 self._open_keys.add(lease)
-            recorded = self._recorder.report(lease=lease, what=what, run=self._run, **more)
+            when_recorded = self._recorder.report(lease=lease, what=what, run=self._run, **more)
             if what == "taken":
-                return recorded
+                return when_recorded
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -380,7 +380,8 @@ def run_without_loop(coroutine: Coroutine[Any, Any, _T]) -> _T:
         coroutine.send(None)
     except StopIteration as e:
         return cast(_T, e.value)
-    raise RuntimeError(f"{coroutine} waited for an event loop, and `run_without_loop` has none")
+    name = getattr(coroutine, "__qualname__", "a coroutine")
+    raise RuntimeError(f"{name} had to wait, but no event loop runs here: await it in a coroutine instead")
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

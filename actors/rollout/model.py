@@ -164,7 +164,7 @@ class Model(OpenAIAccess):
         - tokens int32 [prompt + response], prompt_length, prompt_text, response_text, action_mask all true;
         - logprobs float32 [response] (nats, of the sampled distribution; None with `logprobs=False`);
         - truncate_status "response_truncated" if max_tokens cut the answer;
-        - `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens, if known;
+        - `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens, unless unknown;
         - `info["adapter_spans"] = [[adapter, version, start, end], ...]` if a LoRA adapter answered (`adapter=`);
         - `info["splices"]`: offsets at which a new attempt continued the tokens of a lost one, if there are any;
         - `info["sampling"]`: the request's sampling, and this answer's number among n (`choice`).
@@ -247,8 +247,8 @@ class Model(OpenAIAccess):
             return sampled
         if not (as_text or is_auxiliary) and self._has_answer_in(chat, tools):
             raise WorkflowError(
-                "the messages contain no answer as this run sampled it, or several answers fit that differ only in "
-                "left-out reasoning. Keep the reasoning (reasoning_content), return "
+                "no answer in these messages can be traced to the tokens that this run sampled: it was changed, or "
+                "lacks the reasoning by which two answers differ. Keep answers and reasoning_content unchanged, return "
                 "extract_experience_from_history(), or train on the text with as_text=True"
             )
         limit = context_length - 1 if context_length else None
@@ -359,7 +359,10 @@ class Model(OpenAIAccess):
         return with_options(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
-        """Send a prompt to the engine, and return its answers with their experiences. `text`: the prompt, if known."""
+        """Send a prompt to the engine, and return its answers with their experiences.
+
+        `text`: the prompt as text; if None, it is decoded from its ids.
+        """
         self._require_open()
         version_before = self.engine.model_version
         answers = await self.completions(checked_prompt(prompt, WorkflowError), sampling)
@@ -386,8 +389,8 @@ class Model(OpenAIAccess):
     ) -> list[tuple[Completion, Experience]]:
         """Return each answer to one prompt with its experience, and count the tokens in `usage`.
 
-        `version_before`: model version served when the prompt was sent; `text`: the prompt as text, if known. Raises
-        EngineError for an aborted answer, or logprobs that are not finite.
+        `version_before`: model version served when the prompt was sent. `text`: the prompt as text; if None, it is
+        decoded from the ids. Raises EngineError for an aborted answer, or logprobs that are not finite.
         """
         version_after = self.engine.model_version
         self.usage.requests += 1
@@ -425,7 +428,7 @@ def _require_whole(completion: Completion, adapter: str) -> None:
 
 
 def _version_spans(completion: Completion, version_before: int, version_after: int) -> list[list[int]]:
-    """Return `[version, start, end]` over the response's tokens; [] if unknown.
+    """Return `[version, start, end]` over the response's tokens; [] if weights changed and tokens have no labels.
 
     `version_before`, `version_after`: versions served when the request began and when it ended.
     """

@@ -106,8 +106,8 @@ class OpenCall:
             first = len(recorded := self.recorded.get(index, []))
             if whole.token_ids[:first] != recorded:  # a user's engine sent several calls, and chose another answer
                 first, self.recorded[index] = 0, []
-            rest = None if whole.logprobs is None else whole.logprobs[first:]
-            records += self._record(index, whole, whole.token_ids[first:], rest)
+            new_logprobs = None if whole.logprobs is None else whole.logprobs[first:]
+            records += self._record(index, whole, whole.token_ids[first:], new_logprobs)
         return records
 
     def _record(self, index: int, answer: Completion, tokens: list[int], logprobs: list[float] | None) -> list[bytes]:
@@ -235,11 +235,11 @@ class JournaledCall:
     def _can_continue(self, kept: KeptAnswer) -> bool:
         """Return True if the engine can continue this kept part of an answer."""
         name = self.sampling.adapter
-        served = getattr(self.engine, "adapters", {}).get(name) if name else None
+        served_version = getattr(self.engine, "adapters", {}).get(name) if name else None
         return (
             bool(kept.tokens) and hasattr(self.engine, "partial") and not self.forbids
             and len(kept.splices) < MOST_SPLICES and (kept.logprobs is not None) == self.sampling.logprobs
-            and (not name or kept.adapter == [name, served])
+            and (not name or kept.adapter == [name, served_version])
         )
 
     async def _answer(self, ask: Ask, choice: int) -> Completion:

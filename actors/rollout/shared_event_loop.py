@@ -151,7 +151,7 @@ class EngineLoop(_Loop):
                                 "it alone")
 
     def current_unit(self) -> Any:
-        """Return the unit (runs of one task) whose main asyncio task the loop executes now, or None. Thread-safe."""
+        """Return the unit (runs of one task) whose main asyncio task runs now; None for other tasks. Thread-safe."""
         return getattr(asyncio.current_task(self), "owner", None)
 
 

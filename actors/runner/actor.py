@@ -257,9 +257,9 @@ class Runner(BaseActor):
         self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
-    def lease_changed(self, change: messages.LeaseChange, recorded: Future[Any]) -> None:
+    def lease_changed(self, change: messages.LeaseChange, when_recorded: Future[Any]) -> None:
         """Send the coordinator a lease change: at once if a run waits for it, otherwise soon."""
-        self.leases.put(change, recorded)
+        self.leases.put(change, when_recorded)
         if change.what == "taken":
             self.lease_awaited = True
         elif not self.has_timer("leases"):
@@ -272,7 +272,7 @@ class Runner(BaseActor):
 
     def send_leases(self) -> None:
         self.lease_awaited = False
-        self.cancel("leases")
+        self.cancel_timer("leases")
         for group in self.leases.next_groups(self.known, self.now()):
             self.tell(group)
 

@@ -92,7 +92,7 @@ class EngineOwner(Protocol):
     def announce(self) -> None: ...
     def give_up(self, key: Key, reason: str) -> None: ...
     def report(self, outcomes: list[UnitOutcome]) -> None: ...
-    def lease_changed(self, change: LeaseChange, recorded: Future[Any]) -> None: ...
+    def lease_changed(self, change: LeaseChange, when_recorded: Future[Any]) -> None: ...
     def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None: ...
     def group_joined(self, id: str, error: str | None) -> None: ...
@@ -388,7 +388,7 @@ class EngineThread:
 
     @_on_loop
     async def load_weights(self, message: LoadWeights) -> None:
-        """Load weights from a folder, or by the trainer's broadcast. The owner's `weights_done` gets the result."""
+        """Load weights from a folder, or by the trainer's broadcast. The result goes to the runner's `weights_done`."""
         started_at = time.monotonic()
         error = None
         try:
@@ -404,14 +404,14 @@ class EngineThread:
 
     @_on_loop
     async def load_adapters(self, message: LoadAdapters) -> None:
-        """Serve exactly the adapters that the message lists. The owner's `adapters_done` gets the result."""
+        """Serve exactly the adapters that the message lists. The result goes to the runner's `adapters_done`."""
         async with self.adapters_lock:
             result = await serve_adapters(self.engine, message.adapters, self.report_load_error)
         self.tell(self.owner.adapters_done, message.number, result)
 
     @_on_loop
     async def join_group(self, message: JoinGroup) -> None:
-        """Join the group in which the trainer broadcasts weights. The owner's `group_joined` gets the result."""
+        """Join the group in which the trainer broadcasts weights. The result goes to the runner's `group_joined`."""
         error = None
         try:
             engine = cast(ReceivesWeights, self.engine)

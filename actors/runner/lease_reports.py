@@ -36,19 +36,19 @@ class LeaseReports(NumberedGroups[LeaseReport]):
         self._futures: dict[str, Future[Any]] = {}
         """Futures that runs wait for, by lease id. Each resolves when the log has the lease that the run takes."""
 
-    def put(self, change: LeaseChange, recorded: Future[Any]) -> None:
+    def put(self, change: LeaseChange, when_recorded: Future[Any]) -> None:
         """Add a change to the next group.
 
-        If the change takes a lease, `recorded` resolves when the log has it. The result is the handle that the lease
-        takes over from an earlier one, or None. For other changes `recorded` resolves at once.
+        If the change takes a lease, `when_recorded` resolves when the log has it. The result is the handle that the
+        lease takes over from an earlier one, None without one. For other changes `when_recorded` resolves at once.
         """
         if change.what in ("released", "left") and change.lease in self._futures:
             self._withdraw_taking(change.lease)
         self._unsent.append(change)
         if change.what == "taken":
-            self._futures[change.lease] = recorded
+            self._futures[change.lease] = when_recorded
         else:
-            recorded.set_result(None)
+            when_recorded.set_result(None)
 
     def _withdraw_taking(self, lease: str) -> None:
         """Drop the "taken" change of a lease that its run gave up unconfirmed. Nothing was created for that lease.
@@ -121,7 +121,7 @@ class UnitLeases:
             lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run,
             **fields,
         )
-        recorded: Future[Any] = Future()
-        recorded.set_running_or_notify_cancel()  # so that no caller can cancel it, and setting its result never fails
-        self._send(change, recorded)
-        return recorded
+        when_recorded: Future[Any] = Future()
+        when_recorded.set_running_or_notify_cancel()  # so no caller can cancel it, and setting its result never fails
+        self._send(change, when_recorded)
+        return when_recorded

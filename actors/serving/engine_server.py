@@ -91,7 +91,7 @@ class _Session:
     run_ended: bool = False
 
     def abort(self) -> None:
-        """Abort all open requests. Callable from any thread."""
+        """Abort all open requests. Any thread may call this."""
         for exchange in list(self.exchanges):
             exchange.loop.call_soon_threadsafe(exchange.abort)
 
@@ -222,9 +222,9 @@ class EngineServer:
                 adapter, body["model"] = model_name, self.name
             elif model_name not in (None, "", self.name):
                 # vLLM would refuse it too, but hides a name that is a path
-                served = ", ".join(map(repr, [self.name, *adapters]))
+                served_models = ", ".join(map(repr, [self.name, *adapters]))
                 raise ApiError(f"the model {excerpt(model_name)} does not exist; GET /v1/models lists those that do: "
-                               f"{served}", status=404, param="model", code=404)
+                               f"{served_models}", status=404, param="model", code=404)
             raw = json_bytes(body)
         record = RequestRecord(
             model=session.model, body=body, default_length=default_length, engine_only=engine_only,
@@ -402,7 +402,7 @@ class _Exchange:
         if self._may_ask_again:  # the last part waits until it is recorded
             self._held_part, message = message, self._held_part
             if message is not None:
-                self._stream_place.count(message.get("body", b""))
+                self._stream_place.note_event_number(message.get("body", b""))
                 await self._send({**message, "more_body": True})
             message = self._held_part if is_last else None
         self._end_sent = is_last

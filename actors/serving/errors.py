@@ -81,8 +81,8 @@ class StreamPlace:
         self.path = path
         self.next_number = 0
 
-    def count(self, part: bytes) -> None:
-        """Note the number of the last event in a part of the stream. Only `/v1/responses` numbers its events."""
+    def note_event_number(self, part: bytes) -> None:
+        """Read the number of the last event in a part of the stream. Only `/v1/responses` numbers its events."""
         numbers = _NUMBER.findall(part) if self.path == "/v1/responses" else []
         if numbers:
             self.next_number = int(numbers[-1]) + 1

@@ -70,7 +70,8 @@ async def read_body(request: Request) -> bytes:
                     if size > BODY_LIMIT:
                         break
         except TimeoutError as e:
-            raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s", status=408, code="body_too_slow") from e
+            raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s: send it without pauses",
+                           status=408, code="body_too_slow") from e
         except ClientDisconnect as e:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
     if size > BODY_LIMIT:
@@ -133,7 +134,7 @@ def no_route_error(method: str, path: str, routes: Mapping[str, str]) -> ApiErro
 
 
 def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
-    """Return an ASGI application with these routes: (path, method, handler). Callable from any thread."""
+    """Return an ASGI application with these routes: (path, method, handler). Any thread may call this function."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
 
@@ -154,7 +155,7 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     """Return a server of an ASGI application. Requests still open `stop_seconds` after `stop_serving` are cancelled.
 
-    Callable from any thread. `tls`: result of `tls_options`.
+    Any thread may call this function. `tls`: result of `tls_options`.
     """
     import uvicorn
 

@@ -247,14 +247,15 @@ class EventLog:
         # Read one event more than this commit has, since the earlier one may be longer.
         values = {"after": first - 1, "until": statements.MAX_POSITION, "limit": len(own_draft.recorded) + 1}
         rows = statements.NEXT_PAGE.rows(connection, values)
-        earlier = [item for item in map(from_row, rows) if item.commit_id == commit_id]
+        earlier_events = [item for item in map(from_row, rows) if item.commit_id == commit_id]
         content = attrgetter("stream", "type", "schema_version", "data")
-        if [*map(content, earlier)] != [*map(content, own_draft.recorded)]:
+        if [*map(content, earlier_events)] != [*map(content, own_draft.recorded)]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
             )
-        return Committed(first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True)
+        return Committed(
+            first_position=first, last_position=earlier_events[-1].position, recorded=earlier_events, duplicate=True)
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
         """Raise ConcurrencyError if a stream is not at the version that its write expects."""
@@ -325,7 +326,7 @@ class EventLog:
             if len(page) < size:
                 return
 
-    def rare(
+    def read_rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
@@ -398,7 +399,7 @@ class EventLog:
 
     def clock_steps(self) -> list[Recorded]:
         """Return the `ClockStepped` events in order. Between two of them `recorded_at` never goes back."""
-        return list(self.rare(["ClockStepped"]))
+        return list(self.read_rare(["ClockStepped"]))
 
     def position_at(self, time: float) -> int:
         """Return the position of the last event recorded at or before `time` (unix seconds), or 0.

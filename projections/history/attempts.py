@@ -123,8 +123,8 @@ class BatchTimeline:
     state: BatchState
     submitted_at: float
     first_position: int
-    earlier: int = 0
-    """Number of earlier submissions under this id."""
+    earlier_submissions: int = 0
+    """Number of earlier submissions with the same id."""
     last_position: int = 0
     last_at: float = 0.0
     ended_at: float | None = None
@@ -173,7 +173,7 @@ def evolve_timeline(timeline: BatchTimeline | None, item: Recorded) -> BatchTime
     if isinstance(event, ev.BatchSubmitted):
         timeline = BatchTimeline(
             state=state, submitted_at=item.recorded_at, first_position=item.position,
-            earlier=0 if timeline is None else timeline.earlier + 1,
+            earlier_submissions=0 if timeline is None else timeline.earlier_submissions + 1,
             tasks=[TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
         )
     assert timeline is not None  # evolve raises for any other first event
@@ -188,7 +188,8 @@ def _apply_event(timeline: BatchTimeline, item: Recorded, event: ev.Event) -> No
     text = ""
     match event:
         case ev.BatchSubmitted():
-            text = f"submitted again: try {timeline.earlier + 1}" if timeline.earlier else "submitted"
+            earlier = timeline.earlier_submissions
+            text = f"submitted again: try {earlier + 1}" if earlier else "submitted"
         case ev.TasksAdded():
             first = len(timeline.tasks)
             timeline.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]

@@ -200,7 +200,7 @@ _COMPARED = ("batch_type", "state", "tasks", "finished", "failed_attempts", "exp
 
 
 def _row_changes(first: BatchRow | None, second: BatchRow | None) -> list[Change]:
-    """Return the differences between a batch's rows in two runs. A row is None if that run lacks the batch."""
+    """Return the differences between a batch's rows in two logs. A row is None if that log lacks the batch."""
     if first is None or second is None:
         return [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
     left, right = ({name.replace("_", " "): getattr(row, name) for name in _COMPARED} for row in (first, second))

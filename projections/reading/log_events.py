@@ -63,7 +63,7 @@ class LogEvents:
         """Yield the events after a position, of one stream or all and of these types or all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
-    def rare(
+    def read_rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
@@ -71,7 +71,7 @@ class LogEvents:
 
         An index finds them, so other events are not read. Raises ValueError for a bulk type.
         """
-        return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
+        return self._events.read_rare(types, after=after, before=before, limit=limit, descending=descending)
 
     def last(self, stream: str, type_name: str) -> Recorded | None:
         return self._events.last(stream, type_name)
@@ -161,7 +161,7 @@ class LogEvents:
         `serve=False`, skip starts in mode `serve`, which leave no run to resume.
         """
         start: tuple[int, dict[str, Any]] = (0, {})
-        for recorded in self.rare(["SystemConfigured"], descending=True):
+        for recorded in self.read_rare(["SystemConfigured"], descending=True):
             config = orjson.loads(recorded.data)["config"]
             if isinstance(explorer := config.get("explorer"), dict) and "places" in explorer:  # from an earlier release
                 explorer["max_concurrency"] = explorer.pop("places")

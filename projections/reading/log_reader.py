@@ -174,7 +174,7 @@ class Log(LogEvents):
         Each is (time of a coordinator's last event, start of the next coordinator).
         """
         intervals = []
-        for start in self.rare(["CoordinatorStarted"], after=since):
+        for start in self.read_rare(["CoordinatorStarted"], after=since):
             query = runner_history.before_start(start.position, start.commit_id)
             for before in self._read(lambda c, query=query: list(c.execute(query))):  # type: ignore[misc]  # mypy can't infer a lambda with defaults
                 intervals.append((float(before.recorded_at), start.recorded_at))

@@ -24,6 +24,6 @@ def short_text(log: Log, batch: BatchRow) -> str:
     at_most = log.config()[1].get("explorer", {}).get("refill", {}).get("at_most", 0)
     if not at_most:
         return text
-    tasks = sum(len(item.event.repeat_times) for item in log.rare(["TasksAdded"], after=batch.first_position)
+    tasks = sum(len(item.event.repeat_times) for item in log.read_rare(["TasksAdded"], after=batch.first_position)
                 if item.stream == stream and isinstance(item.event, ev.TasksAdded))
     return f"{text}; {'explorer.refill.at_most is spent' if tasks >= at_most else 'the tasksets have no more tasks'}"

@@ -91,7 +91,7 @@ def _count_continued_once(
 
     `sent_by_stream` has the sent tasks of each batch that did not send all its tasks.
     """
-    for item in log.rare(["BatchSubmitted"]):
+    for item in log.read_rare(["BatchSubmitted"]):
         row = row_by_stream.get(item.stream)
         if row is None or item.position < row.first_position or b'"continues":[{' not in item.data:
             continue
@@ -111,7 +111,7 @@ def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untrie
     byte_patterns = [b'"index":' + orjson.dumps(u.row) for u in untried.values() if u.row is not None]
     if len(byte_patterns) > _FEW:
         byte_patterns = [b""]
-    for item in log.rare(["BatchSubmitted", "TasksAdded"]):
+    for item in log.read_rare(["BatchSubmitted", "TasksAdded"]):
         row = rows.get(item.stream)
         if row is None:
             continue

@@ -121,7 +121,7 @@ def apply(group: Gathered, item: Recorded) -> None:
 
 
 def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
-    """Return (stream version, number of experiences) of a batch's last delivery, or None."""
+    """Return (stream version, number of experiences) of a batch's last delivery; None before the first."""
     for unwritten in reversed(group.waiting(_NEW_DELIVERY)):
         if unwritten["stream"] == stream:
             return unwritten["version"], unwritten["experiences"]

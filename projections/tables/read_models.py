@@ -171,14 +171,17 @@ class _Group:
             connection.execute(sa.update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
                                .values(state=BatchLifecycleState.PENDING.value))
         elif isinstance(event, _LOSING):
-            self._count_loss(change, item, event)
+            self._add_losses(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
                 runner_history.add_lost_attempt(connection, item, event, self._dispatches, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 
-    def _count_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-        """Gather the attempts, tasks and experiences that an event reports as lost. Update the rows of failed tasks."""
+    def _add_losses(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+        """Add the attempts, tasks and experiences that an event reports as lost to the counts of the batch's losses.
+
+        `change`: changes of the batch's row. Mark the rows of tasks that failed, or that failed no more.
+        """
         loss_counts: dict[tuple[str, str], int] = {}
         connection = self._connection
         match event:

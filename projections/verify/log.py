@@ -81,7 +81,8 @@ def canonical(value: Any) -> bytes:
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
     """Recompute a batch's final result from the state before `finalized`.
 
-    If one form of `batch_result` equals the stored result, return that one, else the newest.
+    Earlier releases stored results with other fields. Return the form that equals the stored result; if there is none,
+    return the present form.
     """
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     stored = canonical(finalized.result)

@@ -72,8 +72,9 @@ class Needs:
     def _needed_by(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
         """Yield (digest, owner, stream, position) of each payload that an event needs.
 
-        If the payload may be freed with its batch, `stream` is the batch's and `position` is that of its submission.
-        Otherwise `stream` is None. Also record submissions, ends and frees of batches.
+        `owner`: text that names what needs it. If the payload may be freed with its batch, `stream` is the batch's and
+        `position` that of its submission; otherwise `stream` is None and `position` the event's. Also note submissions,
+        ends and frees of batches.
         """
         event, stream = item.event, item.stream
         owner = stream.replace("/", " ", 1)
@@ -103,7 +104,7 @@ class Needs:
         self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(freed.items()))
 
     def remaining(self) -> Iterator[tuple[str, str]]:
-        """Remove the payloads of freed batches. Return (digest, owner) of each needed payload, in order of digests."""
+        """Remove the payloads of freed batches. Return (digest, owner as text) of each needed payload, by digest."""
         self._scratch.execute(
             "DELETE FROM needed WHERE position < (SELECT position FROM freed WHERE freed.stream = needed.stream)"
         )

@@ -200,7 +200,7 @@ def resume_after_fix(resume: str) -> str:
 
 
 def resume_advice(resume: str) -> str:
-    """Return advice on how to continue after a system died. `resume`: command that resumes its run, if known."""
+    """Return advice on how to continue after a system died. `resume`: command that resumes its run, or ""."""
     command = (f"`{resume}` goes on with the run where it stopped" if resume else
                "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")
     return f"{command}; finished tasks are not run again"

@@ -258,9 +258,9 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
     rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
     row = rows.get(state.batch_id, {})
     if row.get("waited_for"):
-        rest = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
+        awaited = "a task that was cut as often as it may be (synchronizer.in_flight)" if row.get("must_end") else (
             "the rest, at most explorer.over_rollout.wait_after_min seconds")
-        text = f"{have}; the trainer waits for {rest}"
+        text = f"{have}; the trainer waits for {awaited}"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=batch.moved_at)
     if state.missing is not None:
         text = f"{missing_text(state.missing)}, and its trainer has added none yet"
@@ -347,10 +347,10 @@ def _wait_on_runner(
     maximum = "" if limit is None else f" of at most {span(limit)}"
     what = _unit_text(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
-    which = "before it" if unit.attempt == 2 else "the task's first failure"
-    earlier = "" if first is None else f" ({which}: {short(first, 120)})"
+    when = "before it" if unit.attempt == 2 else "the task's first failure"
+    failure = "" if first is None else f" ({when}: {short(first, 120)})"
     goes_on = "" if flight.kept is None else f"; it goes on from {kept_text(flight.kept)}"
-    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}{goes_on}"
+    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{failure}{goes_on}"
     return _unit_wait(batch, flight, cause=cause, text=text, since=since, limit=limit,
                     seen=None if runner is None else runner.seen)
 

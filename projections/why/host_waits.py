@@ -32,7 +32,10 @@ def current_hosts(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now:
 
 
 def with_host_state(waiting: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
-    """Return the `Waiting` for a unit on a runner with the state of the runner's host added, if that matters."""
+    """Return the `Waiting` of a unit on a runner. If the runner's host is lost, silent or drains, its text says so.
+
+    `host` is None for the head. `timeout`: seconds of silence after which a host is lost; None if unknown.
+    """
     if host is None or waiting.cause == "interrupted":
         return waiting
     waiting = replace(waiting, host=host.name)

@@ -24,7 +24,7 @@ LOADING_SECONDS = 300.0
 
 
 def _version_in_load(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
-    """Return the weights version that a runner is loading, by the system's status or else by the log, or None."""
+    """Return the weights version that a runner is loading, None if none, by the system's status or else by the log."""
     if runner.loading is not None:
         return runner.loading
     is_behind = snapshot.published_at is not None and runner.model_version != snapshot.weights
@@ -87,7 +87,7 @@ def wait_for_outdated_runner(runner: RunnerSnapshot) -> Waiting:
 
 
 def runner_problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
-    """Return a runner's problem and what to do, as text that follows the runner's name, or None."""
+    """Return a runner's problem and what to do, as text that follows the runner's name; None if it has none."""
     waiting: Waiting | None = None
     wait_text = ""
     match runner.state:

@@ -311,7 +311,7 @@ class Followed:
 
 
 def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTimes | None) -> BatchTimes | None:
-    """Fold events of one batch into `batch`, or into a new one for None. This is the fold of a KeptFold."""
+    """Fold events of one batch into `batch` (None: a new one), for KeptFold. Return None if none submits the batch."""
     snapshot = SystemSnapshot() if batch is None else SystemSnapshot(batches={batch_id: batch})
     return observe(snapshot, recorded).batches.get(batch_id)
 

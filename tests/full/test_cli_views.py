@@ -77,7 +77,7 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
     with open_log(str(path)) as log:
-        end = local_time(next(log.rare(descending=True)).recorded_at)
+        end = local_time(next(log.read_rare(descending=True)).recorded_at)
     said = said.format(log=path, end=end)
     assert f"no batch is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
     assert cli("why", "--log", path).stdout == done.stdout.splitlines()[-1] + "\n", "it says as much as status"

@@ -48,12 +48,12 @@ def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(path: 
     texts = set()
     with open_log(str(path)) as log:
         store = log.payloads()
-        for recorded in log.rare(["BatchFinalized"]):
+        for recorded in log.read_rare(["BatchFinalized"]):
             for ref in recorded.event.experiences:
                 for e in read_experiences(store, [ref]):
                     texts.add(e.response_text or "")
         store.close()
-        messages = {r.event.message for r in log.rare(["AttemptFailed"]) if isinstance(r.event, ev.AttemptFailed)}
+        messages = {r.event.message for r in log.read_rare(["AttemptFailed"]) if isinstance(r.event, ev.AttemptFailed)}
         assert any(r.batch_id == f"10/{HOSTILE[0]}" for r in log.batches())
     assert max(map(len, texts)) == 1_000_000
     assert all(any(nasty in text for text in texts) for nasty in HOSTILE[:8])

@@ -16,7 +16,7 @@ class Timers:
         self.timers[name] = call
         self.delays.append(seconds)
 
-    def cancel(self, name: str) -> None:
+    def cancel_timer(self, name: str) -> None:
         self.timers.pop(name, None)
 
     def has_timer(self, name: str) -> bool:

@@ -65,11 +65,11 @@ def test_p34_torch_s_tensors_tied_ones_and_bfloat16_are_taken(tmp_path: Path) ->
     made = {name: torch.from_numpy(tensor).to(torch.bfloat16) for name, tensor in given.items()}
     made["lm_head.weight"] = made["model.embed_tokens.weight"]
     made["model.norm.weight"] = torch.nn.Parameter(made["model.norm.weight"])
-    folder = shared_memory.write_memory(config, 1, made)
+    folder = shared_memory.write_to_shared_memory(config, 1, made)
     got = read_tensor(folder, "lm_head.weight")
     assert got.dtype == np.float32  # numpy has no bfloat16
     np.testing.assert_array_equal(got, made["lm_head.weight"].float().numpy())
-    shared_memory.forget_memory(config, keep="")
+    shared_memory.free_shared_memory(config, keep="")
     assert not shared_memory.memory_dir(config).exists()
 
 

@@ -103,7 +103,7 @@ async def test_answers_that_were_changed_or_written_by_others_are_not_learned_fr
 async def test_a_conversation_with_no_answer_as_it_was_sampled_is_refused_unless_its_text_is_wanted() -> None:
     engine, model, messages = await talked(["aa", "bb"], "ab")
     edited = [messages[0], {"role": "assistant", "content": "mine"}, *messages[2:]]
-    with pytest.raises(WorkflowError, match=r"the messages contain no answer as this run sampled it.*as_text=True"):
+    with pytest.raises(WorkflowError, match=r"traced to the tokens that this run sampled.*as_text=True"):
         await model.experience_from_messages_async(edited)
     e = await model.experience_from_messages_async(edited, as_text=True)
     assert e.tokens.tolist() == Merging().encode(Merging().decode(e.tokens.tolist()))
@@ -136,7 +136,7 @@ async def test_a_conversation_with_tools_is_found_whether_or_not_they_are_named_
 
 async def test_an_answer_behind_a_prompt_that_it_was_not_sampled_for_is_refused() -> None:
     engine, model, [asked, answer] = await talked(["aa"], "a")
-    with pytest.raises(WorkflowError, match="no answer as this run sampled it"):
+    with pytest.raises(WorkflowError, match="tokens that this run sampled"):
         await model.experience_from_messages_async([{**asked, "content": "another"}, answer])
     assert engine.logprobs_asked == 0
 
@@ -342,7 +342,7 @@ async def test_a_tool_call_is_known_again_by_what_it_says(city: str) -> None:
     await model.chat_async(asked)
     said = [*asked, calling(f'{{"city": "{city}", "n": 1}}')]
     if city == "c":
-        with pytest.raises(WorkflowError, match="as this run sampled it"):
+        with pytest.raises(WorkflowError, match="tokens that this run sampled"):
             await model.experience_from_messages_async(said)
         return
     e = await model.experience_from_messages_async(said)
@@ -396,7 +396,7 @@ async def test_equal_answers_are_given_out_once_each() -> None:
 @pytest.mark.parametrize("arguments", ['{"x":"c", "y":"b"}', '{"x":"b"}', "{}", '{"x":"b", "y":"cc"}'])
 async def test_a_tool_call_that_somebody_changed_is_not_learned_from(arguments: str) -> None:
     model, asked = await of_several(['<call>{"name":"w", "arguments":{"x":"b", "y":"c"}}'])
-    with pytest.raises(WorkflowError, match="as this run sampled it"):
+    with pytest.raises(WorkflowError, match="tokens that this run sampled"):
         await model.experience_from_messages_async([*asked, calling(arguments)])
 
 

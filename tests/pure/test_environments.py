@@ -103,7 +103,7 @@ class Served:
         sys.modules[names[-1]].loaders = SimpleNamespace(  # type: ignore[attr-defined]
             load_environment=load, load_taskset=load)
         monkeypatch.setattr(verifiers_main, "resolve_config", lambda given: given)
-        monkeypatch.setattr(verifiers_main, "share_client", lambda endpoints: None)
+        monkeypatch.setattr(verifiers_main, "share_http_client", lambda endpoints: None)
         monkeypatch.setattr(verifiers_main.Server, "episode", self.episode)
         self.begun = asyncio.Event()
 

@@ -175,7 +175,7 @@ LONG = "10000.*0 is a whole number of more than 64 bits"
       for rest in (b'"answer": "5", "answer": "6"', b'"meta": {"prompt": 1, "prompt": 2}')),
     *(("t.jsonl", b'{"prompt": "a", "answer": 1%s}' % (b"0" * n), rf"line 1: not JSON \({LONG}") for n in (20, 5000)),
     ("t.jsonl", b'{"prompt": "a", "answer": %s%s}' % (b"[" * 900, b"]" * 900),
-     r"line 1: not JSON \(the JSON is nested too deeply\)"),
+     r"line 1: not JSON \(its lists or objects are nested hundreds"),
 ], ids=lambda value: ascii(value)[:40])
 def test_a_file_that_is_no_rows_is_refused_with_its_line(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)

@@ -207,7 +207,7 @@ class LogDouble:
         self.store.require()
         return work(self)
 
-    def rare(
+    def read_rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:

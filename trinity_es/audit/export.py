@@ -108,7 +108,7 @@ def _read_tables(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], owner: str, run_rows: dict[tuple[int, int], RunRow],
     trained_step: int | None, result: Exported,
 ) -> Iterator[dict[str, Any]]:
-    """Yield tables of these experiences. `owner`: their batch, for errors; `run_rows`: its runs by (task, run)."""
+    """Yield tables of these experiences. `owner`: their batch, as in errors; `run_rows`: its runs by (task, run)."""
     reader = ExperienceReader(store)  # caches the payload, as many refs name the same one
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, CHUNK_ROWS):

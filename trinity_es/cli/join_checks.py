@@ -173,15 +173,15 @@ async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadAnswer:
         return HeadAnswer(**await answer.json())
 
 
-def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: bool) -> Iterator[Finding]:
+def compare_with_head(answer: HeadAnswer, here: Mapping[str, Any], *, with_vllm: bool) -> Iterator[Finding]:
     """Compare the versions on this machine with the head's. `with_vllm`: a different vLLM is an error, not a note."""
     head = answer.facts
-    yield _version_finding("trinity-es", own["build"], head.get("build"), "wrong", "install the head's version here")
-    own_python, head_python = str(own["python"]), str(head.get("python"))
+    yield _version_finding("trinity-es", here["build"], head.get("build"), "wrong", "install the head's version here")
+    own_python, head_python = str(here["python"]), str(head.get("python"))
     is_same_minor = own_python.rpartition(".")[0] == head_python.rpartition(".")[0]
     yield Finding("python", "ok" if is_same_minor else "note", f"{own_python} here, {head_python} at the head",
                   "" if is_same_minor else "use the same minor version: other combinations are not tested")
-    own_packages, head_packages = dict(own["packages"]), dict(head.get("packages") or {})
+    own_packages, head_packages = dict(here["packages"]), dict(head.get("packages") or {})
     for name in ENGINE_PACKAGES:
         own_version, head_version = own_packages.get(name), head_packages.get(name)
         if own_version is None and head_version is None:
@@ -193,11 +193,11 @@ def compare_with_head(answer: HeadAnswer, own: Mapping[str, Any], *, with_vllm: 
 
 
 def _version_finding(
-    what: str, own: str | None, head: str | None, if_different: Literal["note", "wrong"], way_out: str
+    what: str, here: str | None, head: str | None, if_different: Literal["note", "wrong"], way_out: str
 ) -> Finding:
-    if own == head:
-        return Finding(what, "ok", str(own))
-    return Finding(what, if_different, f"{own or 'not installed'} here, {head or 'none'} at the head", way_out)
+    if here == head:
+        return Finding(what, "ok", str(here))
+    return Finding(what, if_different, f"{here or 'not installed'} here, {head or 'none'} at the head", way_out)
 
 
 def folder_finding(folder: str, head_digest: str | None) -> Finding:

@@ -177,7 +177,7 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
     earlier = list(_events_before_resubmission(log, rows))
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
-    streams = {r.stream for r in log.rare(["AttemptKept"])}
+    streams = {r.stream for r in log.read_rare(["AttemptKept"])}
     kept = sum(kept_tokens(log, b) for b in rows if batch_stream(b.batch_id) in streams)
     url = str(settings.masked()["store"]["url"])
     file = file_of(url)
@@ -205,7 +205,7 @@ def _missing_runs(log: Log, row: BatchRow) -> int:
 def _events_before_resubmission(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
     """Yield results and failures from earlier submissions of batch ids, as a batch's row has only the last one."""
     first_positions = {batch_stream(row.batch_id): row.first_position for row in rows}
-    for stream in {r.stream for r in log.rare(["BatchSubmitted"]) if r.position < first_positions[r.stream]}:
+    for stream in {r.stream for r in log.read_rare(["BatchSubmitted"]) if r.position < first_positions[r.stream]}:
         for recorded in log.read(stream=stream, types=["RunsFinished", "TaskFinished", "AttemptFailed"]):
             if recorded.position < first_positions[stream]:
                 yield recorded.event
@@ -215,7 +215,7 @@ def _serving_seconds(log: Log, log_end_at: float) -> float:
     """Return for how long a batch was open while an engine of the rollout model served and a coordinator ran."""
     open_since = dict[str, float]()
     open_spans = list[tuple[float, float]]()
-    for r in log.rare(["BatchSubmitted", "BatchFinalized", "BatchAborted"]):
+    for r in log.read_rare(["BatchSubmitted", "BatchFinalized", "BatchAborted"]):
         if (submitted_at := open_since.pop(r.stream, None)) is not None:
             open_spans.append((submitted_at, r.recorded_at))
         if r.type == "BatchSubmitted":
@@ -225,7 +225,7 @@ def _serving_seconds(log: Log, log_end_at: float) -> float:
                      for life in log.runner_lives() if life.ready_at is not None and life.model == "rollout"]
     # Excluded: times without a coordinator, and times that a step of the clock skipped.
     excluded_spans = log.without_coordinator() + [
-        (step.recorded_at - step.event.seconds, step.recorded_at) for step in log.rare(["ClockStepped"])
+        (step.recorded_at - step.event.seconds, step.recorded_at) for step in log.read_rare(["ClockStepped"])
         if isinstance(step.event, ev.ClockStepped) and step.event.seconds > 0]
     edges = sorted((at, kind, change) for kind, spans in enumerate((open_spans, serving_spans, excluded_spans))
                    for span in spans for at, change in zip(span, (1, -1), strict=True))

@@ -236,7 +236,7 @@ def _state_of_runner(pid: int, *, is_system_up: bool) -> str:
 
 
 def _last_batch(log: Log) -> dict[str, Any] | None:
-    """Return the batch that ended last, or None. `failed_whole`: whether all its runs failed."""
+    """Return the batch that ended last; None if none has. Its `failed_whole` is True if all its runs failed."""
     for row in log.batches(sort="ended", descending=True, limit=1):
         if row.ended_at is not None:
             state = log.current(row.batch_id)
@@ -270,7 +270,7 @@ def _run_progress(log: Log) -> dict[str, Any] | None:
     complete: bool | None = is_last_over
     if is_last_over:
         complete = None if total_steps is None else step >= total_steps
-    trained = next((r.event.step for r in log.rare(["BatchTrained"], descending=True, limit=1)
+    trained = next((r.event.step for r in log.read_rare(["BatchTrained"], descending=True, limit=1)
                     if isinstance(r.event, BatchTrained)), None)
     last = log.at(log.head().position)
     return {"step": step, "total_steps": total_steps, "complete": complete, "trained": trained,

@@ -31,7 +31,7 @@ _SYSTEM_CAUSES = {"no_server", "unwritten", "no_system", "ending", "restarting",
 
 
 def problems(config: Config, health: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
-    """Yield a line per problem. `health`: the result of `read_health` so far; `live`: the system's status, or None."""
+    """Yield a line per problem. `health`: the result of `read_health` so far; `live`: the status, None if down."""
     logs = config.system.log_dir
     last_batch, run = health["last_batch"] or {}, health["run"] or {}
     resume = resume_command(health["store"]) if run else ""

@@ -116,7 +116,9 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _pause_own_batches(self) -> None:
-        self._own_batches &= set((await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0)))["batches"])
+        """Pause the batches that this scheduler began, and wait until none of their units runs."""
+        store_progress = await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0))  # -1: it answers at once
+        self._own_batches &= set(store_progress["batches"])
         await self._ask(commands.PauseBatches(batches=list(self._own_batches)))
         for batch_id in self._own_batches:
             while True:

@@ -204,8 +204,9 @@ class Config(RunConfig):
                     wrong = [f"{key}: {missing}"]
                 rows = taskset.format  # if rows name their own, the arguments are for those
                 workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
-                own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
-                if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
+                is_puzzle = taskset.kind == "reasoning_gym"
+                default_reward = SCORER if is_puzzle else getattr(workflow, "default_reward", None)
+                if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or default_reward):
                     function = REWARD_FUNCTIONS.get(reward)
                     wrong = reward_problems(f"{key}.reward_fn_args", function, taskset.reward_fn_args)
                 wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args)

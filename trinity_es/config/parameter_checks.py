@@ -36,12 +36,12 @@ def workflow_problems(key: str, workflow: Any, args: Mapping[str, Any]) -> list[
         return []
     problems = _unknown_argument_problems(key, args, parameters, workflow.__name__)
     for name in workflow.FUNCTION_ARGS:
-        value = args.get(name)  # a function, a list of them, or None
-        for function in value if isinstance(value, list) else [value]:
-            if isinstance(function, str | None):
-                problems += import_problems(f"{key}.{name}", function)
+        value = args.get(name)
+        for path in value if isinstance(value, list) else [value]:  # "module:name", a list of them, or None
+            if isinstance(path, str | None):
+                problems += import_problems(f"{key}.{name}", path)
             else:
-                problems.append(f"{key}.{name}: {function!r} is no \"module:name\"")
+                problems.append(f"{key}.{name}: {path!r} is no \"module:name\"")
     return problems
 
 

@@ -65,8 +65,11 @@ def create_app(
         return Response(page_html, status_code=status, media_type="text/html; charset=utf-8")
 
     def render_page(page: Page, page_request: PageRequest | None, status: int = 200) -> tuple[int, str]:
-        """Return the status and the HTML of a page. An error page has no request, and the position of the tail."""
-        # Not above the tail's: `/live` would take the page for one of another log.
+        """Return the status and the HTML of a page.
+
+        `page_request` is None for an error page, which shows the log's last position that the tail has read.
+        """
+        # Not above the tail's position: `/live` would take the page for one of another log.
         position = tail.position if page_request is None else min(page_request.position, tail.position)
         values = {
             "page": page, "nav": nav, "request": page_request, "position": position, "generation": tail.generation,

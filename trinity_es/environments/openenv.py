@@ -106,7 +106,8 @@ class OpenEnvWorkflow(Workflow):
     def _experiences(self, rewards: list[float], metrics: dict[str, float]) -> list[Experience]:
         """Return the episode's experiences, each with the sum of `rewards`. Raises WorkflowError if there are none."""
         if not rewards:
-            raise WorkflowError("the environment gave no reward in any step, so the episode has none")
+            raise WorkflowError("the environment gave no reward in any step, so the episode has none: have its server "
+                                "set `reward`")
         reward = math.fsum(rewards)
         if not math.isfinite(reward):
             raise WorkflowError(f"the environment gave the rewards {rewards}: numbers are expected")

@@ -84,7 +84,7 @@ def write_tasks(file: str, limit: str) -> None:
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
-def share_client(endpoints: dict[str, dict[str, str]]) -> None:
+def share_http_client(endpoints: dict[str, dict[str, str]]) -> None:
     """Make all runs share one HTTP client. `endpoints` has each run's URL and key by its trace id.
 
     Without this, verifiers keeps a client with its connections for each address, and each run has its own address.
@@ -147,7 +147,7 @@ class Server:
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig
 
-        # No real address and no token: this config is written into traces. `share_client` sets them for each call.
+        # No real address and no token: this config is written into traces. `share_http_client` sets them for each call.
         client = TrainClientConfig(
             base_url="http://run", api_key_var="", renderer_model_name=run["tokenizer"], renderer=run.get("renderer"),
         )
@@ -252,22 +252,23 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
     return json.loads(await reader.readexactly(size))
 
 
-async def serve(end: socket.socket) -> None:
-    """Play episodes until the client is gone or SIGTERM arrives."""
+async def serve(client_socket: socket.socket) -> None:
+    """Play episodes until the client is gone or SIGTERM arrives. The client's first message is the config."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
-    reader, writer = await asyncio.open_unix_connection(sock=end)
+    reader, writer = await asyncio.open_unix_connection(sock=client_socket)
     with contextlib.suppress(asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
         try:
             from verifiers.v1.utils import loaders
 
-            env = loaders.load_environment(resolve_config(await read_message(reader)))
+            config = resolve_config(await read_message(reader))
+            env = loaders.load_environment(config)
         except Exception as e:
             writer.write(as_frame({"id": 0, "error": {"type": type(e).__name__, "message": error_text(e)}}))
             await writer.drain()
             return
         async with env.serving():
             server = Server(env, writer)
-            share_client(server.endpoints)
+            share_http_client(server.endpoints)
             writer.write(as_frame({"id": 0, "result": {"pid": os.getpid()}}))
             try:
                 while True:
@@ -277,14 +278,14 @@ async def serve(end: socket.socket) -> None:
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
-def watch(player_pid: int, end: socket.socket) -> None:
+def watch(player_pid: int, client_socket: socket.socket) -> None:
     """Wait until the playing process has ended, then kill every process that it started.
 
     If the client is gone, the playing process gets SIGTERM, and SIGKILL after `LEAVING_SECONDS`.
     """
     polling = select.poll()
     deadline = float("inf")
-    polling.register(end, 0)  # reports only that it was closed
+    polling.register(client_socket, 0)  # reports only that it was closed
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     while player_pid not in reap_children():
@@ -337,18 +338,18 @@ def main() -> None:
         except ValidationError as e:
             raise SystemExit(f"{type(e).__name__}: {error_text(e)}") from None
         return
-    end = socket.socket(fileno=int(sys.argv[2]))
+    client_socket = socket.socket(fileno=int(sys.argv[2]))
     os.setsid()  # a signal to the runner's process group must not end this one before it has cleaned up
     _prctl(_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     player_pid = os.fork()
     if player_pid:
-        watch(player_pid, end)
+        watch(player_pid, client_socket)
         return
     _prctl(_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() == parent:
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(serve(end))
+            asyncio.run(serve(client_socket))
 
 
 if __name__ == "__main__":

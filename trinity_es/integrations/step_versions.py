@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.weights.shared_memory import write_memory
+from trinity_es.weights.shared_memory import write_to_shared_memory
 from trinity_es.weights.weights_reader import current_weights
 
 __all__ = ["missing_version", "publish_tensors", "step_of", "step_version"]
@@ -41,7 +41,7 @@ def publish_tensors(client: RolloutClient, version: int, state: Mapping[str, Any
     """Publish these tensors to the engines. If `version` is the current one, write its lost files again."""
     weights = current_weights(client.log)
     if version == weights.version:
-        write_memory(client.config, version, state, Path(weights.path))
+        write_to_shared_memory(client.config, version, state, Path(weights.path))
         client.weights_written_anew(version, weights.path)
     else:
         client.sync_weights(version, state)

@@ -353,17 +353,18 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Connect as a trainer at `state.global_step`, and advance the sampler to the epoch of that step."""
-        per_generation = args.steps_per_generation * args.num_iterations
-        per_step, step = args.gradient_accumulation_steps, int(state.global_step)
-        _require_whole_generations(args, per_generation, per_step)
+        batches_per_generation = args.steps_per_generation * args.num_iterations
+        batches_per_step, step = args.gradient_accumulation_steps, int(state.global_step)
+        _require_whole_generations(args, batches_per_generation, batches_per_step)
         loader = others["train_dataloader"]
-        epoch_batches = len(loader) if has_length(loader) else (step + 1) * per_step  # a stream: in its first epoch
-        epoch_steps = max(math.ceil(epoch_batches / per_step), 1)
-        trained_batches = step // epoch_steps * epoch_batches + step % epoch_steps * per_step
-        if trained_batches % per_generation:
+        # A stream has no length: count it as an epoch that is not over.
+        epoch_batches = len(loader) if has_length(loader) else (step + 1) * batches_per_step
+        epoch_steps = max(math.ceil(epoch_batches / batches_per_step), 1)  # the last step of an epoch may be smaller
+        trained_batches = step // epoch_steps * epoch_batches + step % epoch_steps * batches_per_step
+        if trained_batches % batches_per_generation:
             raise ConfigError(
-                f"the checkpoint of step {step} lies within a generation of {per_generation} gradient batches, so it "
-                "is unknown which of its samples were trained on: resume from an earlier checkpoint"
+                f"the checkpoint of step {step} lies within a generation of {batches_per_generation} gradient batches, "
+                "so it is unknown which of its samples were trained on: resume from an earlier checkpoint"
             )
         _reach_epoch(get_sampler(loader), step // epoch_steps)
         self._calls.clear()
@@ -371,15 +372,16 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         if state.is_world_process_zero:
             self.close()
             self._client = self._connect(step)
-            self._report_start(step, per_generation, per_step)
+            self._report_start(step, batches_per_generation, batches_per_step)
 
-    def _report_start(self, step: int, per_generation: int, per_step: int) -> None:
+    def _report_start(self, step: int, batches_per_generation: int, batches_per_step: int) -> None:
         """Log the step at which the trainer begins, and the step up to which the event log has its batches."""
-        calls: Counter[int] = Counter()
+        logged_calls: Counter[int] = Counter()
+        """Number of generations that the log has, by step."""
         last_step = step
-        while has_result(self.client, self._batch_id(last_step, "train", calls[last_step])):
-            calls[last_step] += 1
-            last_step = step + calls.total() * per_generation // per_step
+        while has_result(self.client, self._batch_id(last_step, "train", logged_calls[last_step])):
+            logged_calls[last_step] += 1
+            last_step = step + logged_calls.total() * batches_per_generation // batches_per_step
         start = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
         logged_steps = f": up to step {last_step} it trains on what the log has" if last_step > step else ""
         report_progress(_log, f"trainer {self.name} {start}{logged_steps}")
@@ -410,15 +412,16 @@ def _no_progress_bar() -> Iterator[None]:
             logs.enable_progress_bar()
 
 
-def _require_whole_generations(args: Any, per_generation: int, per_step: int) -> None:
+def _require_whole_generations(args: Any, batches_per_generation: int, batches_per_step: int) -> None:
     """Raise ConfigError if `save_steps` puts checkpoints within a generation, from which TRL can't resume."""
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps" or args.save_steps < 1:
         return
-    if args.save_steps * per_step % per_generation:
+    if args.save_steps * batches_per_step % batches_per_generation:
         raise ConfigError(
-            f"save_steps is {args.save_steps}, but each generation lasts {per_generation / per_step:g} steps, and a "
-            "trainer that resumes within a generation trains on some samples twice: set save_steps to a multiple of "
-            f"{per_generation / per_step:g}"
+            f"save_steps is {args.save_steps}, but each generation lasts "
+            f"{batches_per_generation / batches_per_step:g} steps, and a trainer that resumes within a generation "
+            "trains on some samples twice: set save_steps to a multiple of "
+            f"{batches_per_generation / batches_per_step:g}"
         )
 
 

@@ -27,7 +27,7 @@ from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint
 from trinity_es.run.trainer import call_trainer, learn
-from trinity_es.weights.shared_memory import write_memory
+from trinity_es.weights.shared_memory import write_to_shared_memory
 
 __all__ = ["Checkpoints", "TrainerCheckpoints"]
 
@@ -146,7 +146,7 @@ class TrainerCheckpoints:
         """Repeat the trainer's steps after its checkpoint, up to the current weights, before any engine starts.
 
         If the weights in shared memory are gone, write them again. Raises PayloadNotFound if the experiences were
-        freed, ConfigError if the trainer has no `state_dict`.
+        deleted, ConfigError if the trainer has no `state_dict`.
         """
         if self.diskless:
             _state_dict_method(trainer)  # raises ConfigError now, not after the first step
@@ -162,16 +162,17 @@ class TrainerCheckpoints:
                         self._unrecorded_metrics[step] = learn(trainer, step, experiences)
             except PayloadNotFound as e:
                 raise PayloadNotFound(
-                    f"the trainer has a checkpoint of step {point.checkpoint_version}, but the experiences up to step "
-                    f"{point.version}, which it needs to catch up, were freed: store.retention must be at least "
-                    f"{self.steps_needed}. For a new run from the newest checkpoint, {self.config.another_run}",
+                    f"this run can't be resumed: the trainer's checkpoint is of step {point.checkpoint_version}, and "
+                    f"experiences of the steps up to {point.version} were deleted. For a new run from the checkpoint, "
+                    f"{self.config.another_run}; set store.retention to {self.steps_needed} or more in it",
                     **e.details,
                 ) from e
             finally:
                 payloads.close()
         if not Path(point.path).is_dir():
             state_dict = _state_dict_method(trainer)
-            self._unrecorded_folder = str(write_memory(self.config, point.version, state_dict(), Path(point.path)))
+            folder = write_to_shared_memory(self.config, point.version, state_dict(), Path(point.path))
+            self._unrecorded_folder = str(folder)
 
     async def record_catch_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
         """Record the folder and metrics from `catch_up`, now that the system runs; save a checkpoint if due."""

@@ -161,7 +161,7 @@ class Explorer(RunProcess):
         With a trainer, here or in a process in mode `train`, the run ends when the last step's weights are published.
         """
         if self.config.mode not in ("both", "explore"):
-            raise ConfigError(f"mode is {self.config.mode}, but explore() needs the mode both or explore")
+            raise ConfigError(f"mode is {self.config.mode}, but explore() needs both or explore: set one of them")
         trainer_is_elsewhere = self.has_trainer and not self.trains
         if trainer_is_elsewhere:
             self.progress.note(trained=max(self.done, self._point.trained))

@@ -390,11 +390,11 @@ class Proxy:
         """Yield the parts of a stream and set `is_whole` at its end. If the engine fails, yield an error event."""
         import httpx
 
-        place.count(first)
+        place.note_event_number(first)
         try:
             yield first
             async for part in parts:
-                place.count(part)
+                place.note_event_number(part)
                 yield part
             engine.answer_count += 1
             is_whole.set()

@@ -54,9 +54,9 @@ class CompletionRecorder:
 
     async def record(self, completion: RecordedCompletion) -> None:
         """Record an answer, and return when it is durable. Raises the log's errors."""
-        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((completion, recorded))
-        await recorded
+        when_recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((completion, when_recorded))
+        await when_recorded
 
     async def run(self) -> None:
         """Write queued answers for ever, group by group. The next group collects while one is written."""
@@ -68,13 +68,13 @@ class CompletionRecorder:
             writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, completions)
             await asyncio.wait({writing})
             error = writing.exception()
-            for _, recorded in group:
-                if recorded.done():  # its client has disconnected
+            for _, when_recorded in group:
+                if when_recorded.done():  # its client has disconnected
                     continue
                 if error is None:
-                    recorded.set_result(None)
+                    when_recorded.set_result(None)
                 else:
-                    recorded.set_exception(error)
+                    when_recorded.set_exception(error)
 
     def _write(self, group: list[RecordedCompletion]) -> None:
         experiences = [experience for completion in group for experience in completion.experiences]

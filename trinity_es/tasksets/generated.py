@@ -25,6 +25,7 @@ class Generated:
     """Rows of a reasoning-gym family of puzzles. Raises TasksetError, which says what to install or to change."""
 
     def __init__(self, config: TasksetConfig, recorded: TasksetSource | None = None) -> None:
+        # `open_source` passes `recorded` to every kind of taskset; this kind has one installed revision, and no choice.
         self._config = config
         self._rows: dict[int, bytes] = {}
         """Rows made so far, as JSON."""
@@ -33,7 +34,7 @@ class Generated:
             self.revision = reasoning_gym.installed_version()
         except DataError as e:
             raise TasksetError(f"taskset {config.name}: {e}") from e
-        self.read([0])
+        self.read([0])  # now, so that args of which the family can make no row fail at the start
 
     @staticmethod
     def check(config: TasksetConfig) -> None:

@@ -40,7 +40,7 @@ def parse_row(line: bytes) -> Any:
             json.loads(line, parse_int=_whole_number)
         return without_nulls(orjson.loads(line))
     except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
+        raise ValueError("its lists or objects are nested hundreds of levels deep: flatten them") from None
 
 
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:

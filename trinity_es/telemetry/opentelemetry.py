@@ -174,7 +174,7 @@ class Traces:
         if head.generation != self._generation:  # a new log at this URL: all of it is unread
             self._generation, self._position = head.generation, 0
         self._position = min(self._position, head.position)  # the log was restored from a copy
-        for final_event in log.rare(["BatchFinalized", "BatchAborted"], after=self._position):
+        for final_event in log.read_rare(["BatchFinalized", "BatchAborted"], after=self._position):
             self._position = final_event.position
             if final_event.hash in self._sent_hashes:
                 continue
@@ -189,8 +189,8 @@ class Traces:
         events = takewhile(lambda r: r.position <= final_event.position, log.read(stream=final_event.stream))
         timeline = fold_timeline(events)
         attempts = [attempt for task in timeline.tasks for attempt in task.attempts]
-        parts = kept_parts(log, {attempt.kept.payload for attempt in attempts if attempt.kept is not None})
-        spans = list(spans_of(timeline, final_event.stream, log.head().generation, masked(log.url), parts))
+        journals = kept_parts(log, {attempt.kept.payload for attempt in attempts if attempt.kept is not None})
+        spans = list(spans_of(timeline, final_event.stream, log.head().generation, masked(log.url), journals))
         for first in range(0, len(spans), SPANS_PER_CALL):
             if self._exporter.export(spans[first : first + SPANS_PER_CALL]).name != "SUCCESS":
                 raise OSError(f"the OTLP receiver refused {len(spans)} spans of {final_event.stream}: its log says why")
@@ -204,11 +204,11 @@ class Traces:
 
 def spans_of(
     timeline: BatchTimeline, stream: str, generation: str, url: str = "",
-    parts: Mapping[str, Sequence[JournalPart]] | None = None,
+    journals: Mapping[str, Sequence[JournalPart]] | None = None,
 ) -> Iterator[ReadableSpan]:
     """Yield the spans of an ended batch: the batch's own span, then those of each task and its attempts.
 
-    `parts`: answers and steps that the journals of lost attempts kept, by the digest of the journal's payload.
+    `journals`: answers and steps that the journals of lost attempts kept, by the digest of the journal's payload.
     """
     state = timeline.state
     spans = _SpanFactory(f"{generation}\0{stream}\0{timeline.first_position}", str(state.batch_id), {
@@ -233,7 +233,7 @@ def spans_of(
     )
     for task in timeline.tasks:
         yield from _task_spans(spans, task, end)
-        yield from _part_spans(spans, task, parts or {})
+        yield from _part_spans(spans, task, journals or {})
 
 
 def _task_spans(spans: _SpanFactory, task: TaskTimeline, batch_end: float) -> Iterator[ReadableSpan]:
@@ -259,20 +259,21 @@ def _task_spans(spans: _SpanFactory, task: TaskTimeline, batch_end: float) -> It
 
 
 def _part_spans(
-    spans: _SpanFactory, task: TaskTimeline, parts: Mapping[str, Sequence[JournalPart]]
+    spans: _SpanFactory, task: TaskTimeline, journals: Mapping[str, Sequence[JournalPart]]
 ) -> Iterator[ReadableSpan]:
-    """Yield a span for each answer and step that the journal of a lost attempt kept."""
+    """Yield a span for each answer and step that the journal of a lost attempt kept. `journals`: parts by payload."""
     for kept in (attempt.kept for attempt in task.attempts if attempt.kept is not None):
-        dispatches = [a for a in task.attempts if (a.runner, a.incarnation, a.attempt) ==
-                      (kept.runner, kept.incarnation, kept.attempt) and
-                      a.run_id_base <= kept.run_id_base < a.run_id_base + a.runs]
-        if not dispatches:
+        # Several, if the coordinator died after a dispatch: the next one has the same number.
+        lost_attempts = [a for a in task.attempts if (a.runner, a.incarnation, a.attempt) ==
+                         (kept.runner, kept.incarnation, kept.attempt) and
+                         a.run_id_base <= kept.run_id_base < a.run_id_base + a.runs]
+        if not lost_attempts:
             continue
-        lost_attempt = dispatches[-1]
+        lost_attempt = lost_attempts[-1]
         # The journal begins with the parts of earlier attempts, which have their own spans.
         earlier_seconds = 0.0 if lost_attempt.kept is None else lost_attempt.kept.seconds
-        attempt_key = task.task, lost_attempt.run_id_base, lost_attempt.attempt, len(dispatches)
-        for number, part in enumerate(parts.get(kept.payload, ())):
+        attempt_key = task.task, lost_attempt.run_id_base, lost_attempt.attempt, len(lost_attempts)
+        for number, part in enumerate(journals.get(kept.payload, ())):
             if part.ended > earlier_seconds and kept.run_id_base <= part.run < kept.run_id_base + kept.runs:
                 part_key = (*attempt_key, kept.run_id_base, number)
                 journal_start = lost_attempt.dispatched_at - earlier_seconds

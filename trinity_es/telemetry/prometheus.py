@@ -51,7 +51,7 @@ class _Facts:
         self.trained_step = trained[0].trained_step if trained else None
         self.losses = log.losses()
         self.stalls, self.coordinators = (
-            sum(1 for _ in log.rare([name])) for name in ("StallDetected", "CoordinatorStarted"))
+            sum(1 for _ in log.read_rare([name])) for name in ("StallDetected", "CoordinatorStarted"))
         self.finished_by_host = log.finished_elsewhere()
         """Number of finished tasks by joined host."""
 

@@ -23,7 +23,7 @@ from trinity_es.actors.engines.vllm.weight_sender import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError, TrinityError
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.weights.shared_memory import forget_memory, memory_dir, write_memory
+from trinity_es.weights.shared_memory import free_shared_memory, memory_dir, write_to_shared_memory
 from trinity_es.weights.weights_reader import current_weights
 
 __all__ = ["Publisher", "gpu_of"]
@@ -54,24 +54,25 @@ class Publisher:
         except TrinityError:
             raise
         except TimeoutError as e:
-            raise SyncError(f"the coordinator did not answer {command.name} within {timeout} s") from e
+            raise SyncError(f"the coordinator did not answer {command.name} within {timeout} s: call again") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Publish weights (a folder or named tensors) to the engines, and return the coordinator's answer."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
         over_group = self.config.synchronizer.sync_method == "nccl" and self._ensure_group(weights)
-        folder = write_memory(self.config, version, weights)
+        # Also if they are sent over the group: an engine that is replaced later loads them from here.
+        folder = write_to_shared_memory(self.config, version, weights)
         method = self.config.synchronizer.sync_method if over_group else "memory"
         command = commands.SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         try:
             answer = self._send_over_group(command, weights) if over_group else self._send_command(command, timeout)
         except BaseException:
             if current_weights(self.open_log()).path != str(folder):
-                shutil.rmtree(folder, ignore_errors=True)  # the version was refused
+                shutil.rmtree(folder, ignore_errors=True)  # this version did not become the current one
             raise
         if self._all_engines_loaded(answer):
-            forget_memory(self.config, keep=str(folder))  # no engine goes back to an older one
+            free_shared_memory(self.config, keep=str(folder))  # no engine goes back to an older one
         return dict(answer)
 
     def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Publisher:
         command = commands.SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         answer = self._send_command(command, timeout)
         if version > version_before and self._all_engines_loaded(answer):  # or engines may go back to one in memory
-            forget_memory(self.config, keep=str(folder))
+            free_shared_memory(self.config, keep=str(folder))
         return dict(answer)
 
     def _all_engines_loaded(self, answer: commands.SyncedWeights) -> bool:
@@ -122,7 +123,7 @@ class Publisher:
     def clean_up(self) -> None:
         """After the system has ended, remove all weights from shared memory except the current version."""
         with contextlib.suppress(TrinityError):
-            forget_memory(self.config, keep=current_weights(self.open_log()).path)
+            free_shared_memory(self.config, keep=current_weights(self.open_log()).path)
 
     # --- over a group -----------------------------------------------------------------------------------------------
     def _ensure_group(self, state: Mapping[str, Any]) -> bool:
@@ -206,13 +207,13 @@ class _ThreadedCall:
         self.value: Any = None
         self.error: BaseException | None = None
 
-        def run() -> None:
+        def call_in_thread() -> None:
             try:
                 self.value = call()
             except BaseException as e:
                 self.error = e
 
-        self.thread = threading.Thread(target=run, name="weights", daemon=True)
+        self.thread = threading.Thread(target=call_in_thread, name="weights", daemon=True)
         self.thread.start()
 
     def result(self, timeout: float) -> Any:

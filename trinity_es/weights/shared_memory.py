@@ -23,7 +23,7 @@ from trinity_es.actors.engines.checkpoints import mismatch, model_folder, refere
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, DataError, SyncError
 
-__all__ = ["forget_memory", "memory_dir", "write_memory"]
+__all__ = ["free_shared_memory", "memory_dir", "write_to_shared_memory"]
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 2**20
@@ -37,7 +37,7 @@ def memory_dir(config: Config) -> Path:
     return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
 
 
-def write_memory(config: Config, version: int, state: Mapping[str, Any], path: Path | None = None) -> Path:
+def write_to_shared_memory(config: Config, version: int, state: Mapping[str, Any], path: Path | None = None) -> Path:
     """Write named tensors as `version` into shared memory, all or nothing, and return the folder. Publishes nothing.
 
     `state`: {name in the model's checkpoint: torch tensor (of any device, FSDP's too) or numpy array}. `path`: the
@@ -90,8 +90,8 @@ def _make_private(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def forget_memory(config: Config, keep: str) -> None:
-    """Remove every version from the run's shared memory except the folder `keep`."""
+def free_shared_memory(config: Config, keep: str) -> None:
+    """Delete every weights version in the run's shared memory, except the folder `keep`."""
     folder = memory_dir(config)
     for version in folder.glob("*version_*"):
         if str(version) != keep:

@@ -190,8 +190,8 @@ def _checks(truth: Any) -> list[_Check]:
         truth = [truth]
     checks: list[_Check] = []
     if isinstance(truth, dict) and truth.get("fn_name"):
-        raise DataError(f"the row's tests call the function {truth['fn_name']!r} with inputs: write each test as code, "
-                        "as in `assert add(1, 2) == 3` (format.response_key)")
+        raise DataError(f"the row's tests are inputs of the function {truth['fn_name']!r}, which no check supports: in "
+                        "the column of format.response_key, write each test as code, as in `assert add(1, 2) == 3`")
     inputs, outputs = (truth.get("inputs"), truth.get("outputs")) if isinstance(truth, dict) else (None, None)
     if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
         checks = list(zip(inputs, outputs, strict=True))

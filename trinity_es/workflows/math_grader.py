@@ -33,10 +33,13 @@ def parse_answer(text: str) -> list[Any]:
     return expressions
 
 
-def parse_latex(text: str, *, answer: bool) -> list[Any]:
-    """Return the first LaTeX expression of a text; with `answer`, the one that open-r1 would extract."""
-    config = [_ANSWER if answer else LatexExtractionConfig()]
-    expressions: list[Any] = parse(text, config, extraction_mode="first_match", parsing_timeout=None,
+def parse_latex(text: str, *, is_answer: bool) -> list[Any]:
+    """Return the first LaTeX expression of a text, or with `is_answer` the one that open-r1 would extract.
+
+    The list has math-verify's expression and its text; [] if there is none.
+    """
+    targets = [_ANSWER if is_answer else LatexExtractionConfig()]
+    expressions: list[Any] = parse(text, targets, extraction_mode="first_match", parsing_timeout=None,
                                    raise_on_error=True)
     return expressions
 
@@ -46,4 +49,4 @@ def is_equal(gold: Any, target: Any) -> bool:
 
 
 is_equal(parse_answer("$\\frac{1}{2}$"), parse_answer("the answer is 0.5"))  # builds tables before graders are forked
-parse_latex("\\boxed{1}", answer=True)
+parse_latex("\\boxed{1}", is_answer=True)

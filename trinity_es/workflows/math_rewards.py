@@ -28,7 +28,7 @@ def _grader() -> Any:
 
 
 class _Math(RewardFn):
-    """Base of rewards that call math-verify, each time in a grader process."""
+    """Base of rewards that call math-verify, always in a grader process."""
 
     grader_timeout = GRADER_SECONDS
     grader_imports = _GRADER
@@ -49,8 +49,8 @@ class AccuracyReward(_Math):
         if self.answer_parser is not None:
             answer, gold = self.answer_parser(response), self.answer_parser(truth)
         else:
-            answer = grader.parse_latex(response, answer=True)
-            gold = grader.parse_latex(truth, answer=False) or grader.parse_answer(_after_hashes(truth)) or truth
+            answer = grader.parse_latex(response, is_answer=True)
+            gold = grader.parse_latex(truth, is_answer=False) or grader.parse_answer(_after_hashes(truth)) or truth
         return {"accuracy": float(grader.is_equal(gold, answer))}
 
 
@@ -144,7 +144,8 @@ class MathDAPORewardFn(_Math):
             max_length, cache = max_response_length or 0, cache_length or 0
             if penalty_factor is None or not 0 < cache < max_length:
                 raise ConfigError("enable_overlong_penalty needs penalty_factor and 0 < cache_length < "
-                                  f"max_response_length, but these are {penalty_factor}, {cache} and {max_length}")
+                                  f"max_response_length, but these are {penalty_factor}, {cache} and {max_length}: "
+                                  "set them in reward_fn_args")
             self.limits = penalty_factor, max_length, cache
 
     def __call__(
@@ -201,8 +202,8 @@ def _is_equal(answer: str | None, truth: str) -> bool:
     if answer.strip() == truth.strip():
         return True
     grader = _grader()
-    gold, given = (grader.parse_answer(f"\\boxed{{{text}}}") for text in (truth, answer))
-    return bool(grader.is_equal(gold, given))
+    gold, parsed_answer = (grader.parse_answer(f"\\boxed{{{text}}}") for text in (truth, answer))
+    return bool(grader.is_equal(gold, parsed_answer))
 
 
 def _parsed_tag_answer(text: str) -> Any:

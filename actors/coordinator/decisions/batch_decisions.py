@@ -237,9 +237,9 @@ def require_batch(
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit it with submit_batch first")
     if batch.batch_type != batch_type:
-        own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
+        finalizer = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
         raise BatchTypeMismatch(
-            f"batch {batch_id!r} is of type {batch.batch_type}, expected {batch_type}: {advice or f'call {own}'}")
+            f"batch {batch_id!r} is of type {batch.batch_type}, expected {batch_type}: {advice or f'call {finalizer}'}")
     return batch
 
 

@@ -16,25 +16,25 @@ from trinity_es.projections.batch import BatchState
 __all__ = ["continued_task", "has_uncuttable_task", "kept_attempts"]
 
 
-def continued_task(task: int, earlier: BatchState | None, cut_task: int) -> ev.ContinuedTask:
+def continued_task(task: int, earlier_batch: BatchState | None, cut_task: int) -> ev.ContinuedTask:
     """Return the record that `task` of a new batch continues `cut_task` of an earlier batch. Raises DataError if the
     earlier batch is unknown (None) or did not cut that task."""
-    if earlier is None or not earlier.state.ended or cut_task not in earlier.cut:
-        where = "an unknown batch" if earlier is None else f"batch {earlier.batch_id!r}"
+    if earlier_batch is None or not earlier_batch.state.ended or cut_task not in earlier_batch.cut:
+        where = "an unknown batch" if earlier_batch is None else f"batch {earlier_batch.batch_id!r}"
         raise DataError(f"task {task} can't continue task {cut_task} of {where}: task {cut_task} was not cut. Leave it "
                         "out of `continues`")
-    record_before = earlier.continues.get(cut_task)
+    record_before = earlier_batch.continues.get(cut_task)
     cuts = 1 if record_before is None else record_before.cuts + 1
-    return ev.ContinuedTask(task=task, batch_id=earlier.batch_id, cut_task=cut_task, cuts=cuts)
+    return ev.ContinuedTask(task=task, batch_id=earlier_batch.batch_id, cut_task=cut_task, cuts=cuts)
 
 
-def kept_attempts(task: ev.ContinuedTask, earlier: BatchState | None, batch: BatchState) -> list[ev.AttemptKept]:
+def kept_attempts(task: ev.ContinuedTask, earlier_batch: BatchState | None, batch: BatchState) -> list[ev.AttemptKept]:
     """Return the event that names the kept tokens from which `task` of the new `batch` goes on; [] if none were kept.
 
     A task's runs are one unit (`explorer.max_repeat_times_per_runner: null`). If attempts at some of its runs had
     failed, the earlier batch kept several parts of it, and the one with most tokens is used.
     """
-    parts = {} if earlier is None else earlier.kept
+    parts = {} if earlier_batch is None else earlier_batch.kept
     task_parts = [event for (number, _), event in parts.items() if number == task.cut_task]
     if not task_parts:
         return []

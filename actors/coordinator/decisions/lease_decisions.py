@@ -85,19 +85,19 @@ def find_attachable(
 
 def _orphan_events(leases: OpenLeases, lease: OpenLease, reason: str) -> list[ev.LeaseOrphaned]:
     """Return the events that orphan a lease, and with it the lease whose resource it was about to take over."""
-    earlier = None if lease.held else leases.get(lease.taken.attaches)
-    both = [lease] if earlier is None or earlier.orphaned else [lease, earlier]
-    return [ev.LeaseOrphaned(lease=one.taken.lease, reason=reason) for one in both]
+    earlier_lease = None if lease.held else leases.get(lease.taken.attaches)
+    to_orphan = [lease] if earlier_lease is None or earlier_lease.orphaned else [lease, earlier_lease]
+    return [ev.LeaseOrphaned(lease=each.taken.lease, reason=reason) for each in to_orphan]
 
 
 def apply_change(
     leases: OpenLeases, change: LeaseChange, runner: str, incarnation: int, end_reason: str, now: float,
-    earlier: OpenLease | None = None,
+    attachable: OpenLease | None = None,
 ) -> list[ev.Event]:
     """Return the events that record a run's change of a lease; none if the change is repeated or late.
 
-    `end_reason` is the result of `end_of_attempt`, `earlier` that of `find_attachable`; `now` is unix seconds. Raises
-    WorkflowError if a run that is over takes a lease.
+    `end_reason` is the result of `end_of_attempt`, `attachable` that of `find_attachable`; `now` is unix seconds.
+    Raises WorkflowError if a run that is over takes a lease.
     """
     lease_id = change.lease
     lease = leases.get(lease_id)
@@ -110,7 +110,7 @@ def apply_change(
                 run=change.run, runner=runner, incarnation=incarnation, provider=change.provider, args=change.args,
                 ttl=change.ttl, expires=now + change.ttl, creation_timeout=change.creation_timeout,
                 attachable=change.attachable, number=change.number,
-                attaches="" if earlier is None else earlier.taken.lease,
+                attaches="" if attachable is None else attachable.taken.lease,
             )]
         case "held" if lease is not None and not lease.held:
             held, earlier_id = ev.LeaseHeld(lease=lease_id, handle=change.handle), lease.taken.attaches

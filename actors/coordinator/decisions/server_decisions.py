@@ -19,8 +19,8 @@ __all__ = ["apply_list", "apply_scale", "has_retired", "is_drained"]
 
 
 def apply_list(servers: Mapping[str, Server], urls: Iterable[str], urls_before: Iterable[str] | None) -> list[ev.Event]:
-    """Return the events for the differences between the list and `servers`. `urls_before` is the previous reading of
-    the list, None for the first. An empty list gives none, since a file is also empty while it is being rewritten."""
+    """Return the events that bring `servers` in line with `urls`, the list of external servers. `urls_before`: its
+    previous reading, None for the first. An empty list gives no events: a file is also empty while it is rewritten."""
     current_urls = list(dict.fromkeys(urls))
     if not current_urls:
         return []
@@ -39,7 +39,7 @@ def apply_list(servers: Mapping[str, Server], urls: Iterable[str], urls_before: 
 
 
 def apply_scale(servers: Mapping[str, Server], add: Iterable[str], remove: Iterable[str]) -> list[ev.Event]:
-    """Return the events by which `trinity-es scale` adds and removes servers, even if the list has done so already.
+    """Return the events by which `trinity-es scale` adds and removes servers, even if the config's list did so.
     Raises DataError for an unknown server to remove, and for one that is both added and removed."""
     urls_to_add, urls_to_remove = list(dict.fromkeys(add)), list(dict.fromkeys(remove))
     if both := sorted(set(urls_to_add) & set(urls_to_remove)):

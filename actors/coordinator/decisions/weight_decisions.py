@@ -50,9 +50,9 @@ def apply_load_result(
         )]
     failed = ev.WeightsFailed(runner=name, incarnation=incarnation, version=result.version, error=result.error)
     is_recorded = life.refused == (result.version, result.error)
-    if is_recorded and (life.served or life.state is RunnerState.FAILED):
+    if is_recorded and (life.was_current or life.state is RunnerState.FAILED):
         return []
-    if life.served:
+    if life.was_current:
         return [failed]
     reason = f"it could not load weights {result.version}: {result.error}"
     if current.in_memory_only and path_gone:

@@ -244,9 +244,9 @@ class _Follower:
             return None
         batch_id, submission = event.result["batch_id"], ""
         submissions = self._log.read(stream=batch_stream(batch_id), types=["BatchSubmitted"], until=recorded.position)
-        for earlier in submissions:  # the last one counts
-            assert isinstance(earlier.event, ev.BatchSubmitted)
-            submission = earlier.event.submission
+        for submitted in submissions:  # the last one counts
+            assert isinstance(submitted.event, ev.BatchSubmitted)
+            submission = submitted.event.submission
         name = f"{batch_id:06d}" if isinstance(batch_id, int) else quote(batch_id, safe="")
         if len(name) > 150:  # a file's name has at most 255 bytes
             name = hashlib.sha256(name.encode()).hexdigest()

@@ -112,11 +112,12 @@ class Pipeline:
 
         Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` if it dropped some, `time/total`,
         `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`; none without experiences.
-        If two operators have a metric of the same name, the later one's is `<operator>/<name>`. A second operator of
-        the same name is `<operator>_2`. Runs in which a field that an operator `needs` is None are dropped before it.
+        If two operators have a metric of the same name, that of the later operator is recorded as `<operator>/<name>`.
+        A second operator of the same name is called `<operator>_2`. If an operator `needs` a field, runs in which it is
+        None are dropped before that operator.
 
-        Raises PipelineError, which names the operator, if an operator raises, returns anything but experiences and
-        finite metrics, or returns an experience of a wrong shape, or none that is finite.
+        Raises PipelineError, which names the operator, if an operator raises, or if it returns anything but experiences
+        and finite metrics, experiences of wrong shapes, or only experiences with NaN or infinities.
         """
         if not experiences:
             return PipelineResult([], {})
@@ -181,22 +182,22 @@ class Pipeline:
     def join_parts(self, parts: Sequence[ProcessedPart], experiences: list[Experience]) -> PipelineResult:
         """Return the result of a batch that was processed in these parts. `experiences` are all that it delivers."""
         metrics: dict[str, float] = {}
-        counts: dict[str, float] = {}
+        counts_and_times: dict[str, float] = {}
         dropped_by = {}
         for cause in (UNUSABLE, TOO_OLD, *(label for label, _ in self._operators)):
             if lost := [uid for part in parts for uid in part.dropped_by.get(cause, ())]:
                 dropped_by[cause] = lost
         if TOO_OLD in dropped_by:
-            counts[f"{_PREFIX}/{TOO_OLD}/dropped_count"] = float(len(dropped_by[TOO_OLD]))
+            counts_and_times[f"{_PREFIX}/{TOO_OLD}/dropped_count"] = float(len(dropped_by[TOO_OLD]))
         for number, (label, _) in enumerate(self._operators):
             for key, value in _joined_metrics(label, [part.metrics[number] for part in parts]).items():
                 name_is_taken = f"{_PREFIX}/{key}" in metrics
                 metrics[f"{_PREFIX}/{label}/{key}" if name_is_taken else f"{_PREFIX}/{key}"] = value
             if label in dropped_by:
-                counts[f"{_PREFIX}/{label}/dropped_count"] = float(len(dropped_by[label]))
-            counts[f"{_PREFIX}/{label}/time"] = sum(part.seconds[number] for part in parts)
+                counts_and_times[f"{_PREFIX}/{label}/dropped_count"] = float(len(dropped_by[label]))
+            counts_and_times[f"{_PREFIX}/{label}/time"] = sum(part.seconds[number] for part in parts)
         dropped = sum(part.dropped for part in parts)
-        metrics |= counts
+        metrics |= counts_and_times
         metrics[f"{_PREFIX}/time/total"] = sum(part.total_seconds for part in parts)
         metrics[f"{_PREFIX}/experience_count"] = float(sum(part.selected for part in parts))
         metrics[f"{_PREFIX}/dropped_count"] = float(dropped)

@@ -151,14 +151,15 @@ class Retention:
         for stream, row in kept.items():
             position, digests = self._digests.get(stream, (0, frozenset[str]()))
             if position < row.last_position:
-                news = self._log.read(stream=stream, after=position, until=row.last_position)
-                self._digests[stream] = row.last_position, digests | experience_digests(news)
-        own: set[str] = set()
+                new_events = self._log.read(stream=stream, after=position, until=row.last_position)
+                self._digests[stream] = row.last_position, digests | experience_digests(new_events)
+        used_here: set[str] = set()
         for stream in streams:
-            own |= self._digests[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
+            is_kept = stream in kept
+            used_here |= self._digests[stream][1] if is_kept else experience_digests(self._log.read(stream=stream))
         used_elsewhere = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         used_elsewhere.update(*(digests for s, (_, digests) in self._digests.items() if s not in streams))
-        return own - used_elsewhere
+        return used_here - used_elsewhere
 
     def _finish_last_deletion(self) -> None:
         """Delete the payloads that the last PayloadsFreed names, except those that other batches use. The coordinator

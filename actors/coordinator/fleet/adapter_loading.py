@@ -75,7 +75,7 @@ class AdapterLoading:
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> Awaited:
-        """Publish a version and order every runner to load it. Returns the wait until all have. Raises SyncError."""
+        """Publish a version and order every runner to load it. Returns the wait for their answers. Raises SyncError."""
         self.live.record(*adapters.publish(self.live.adapters, new, self.room, self.models))
         awaited = Awaited(
             f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners "

@@ -71,9 +71,9 @@ class StallDetector:
         if watched is None or watched.submission != batch.submission:
             watched = self._watched[batch.batch_id] = _Watched(batch.submission)
         if watched.version != batch.version:
-            earlier = watched.flying_since
+            flying_before = watched.flying_since
             flights = [(unit, f.unit.attempt, f.runner, f.incarnation) for unit, f in batch.flights.items()]
-            watched.flying_since = {flight: earlier.get(flight, now) for flight in flights}
+            watched.flying_since = {flight: flying_before.get(flight, now) for flight in flights}
             watched.version, watched.moved_at, watched.cause = batch.version, now, None
 
     def _snapshot(self) -> SystemSnapshot:

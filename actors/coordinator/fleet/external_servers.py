@@ -51,7 +51,7 @@ class ServerFleet:
         """Time of the last message, in monotonic seconds."""
 
     def start_reading(self) -> None:
-        """Start to read the list, unless the config has fixed URLs."""
+        """Start to read the list of servers, unless the config has fixed URLs."""
         if self._settings is not None and not self._settings.urls:
             self._reader = ServerList(self._settings, self.store_list)
             self._reader.start()
@@ -61,7 +61,7 @@ class ServerFleet:
         self._urls = urls
 
     def update(self) -> None:
-        """Record changes of the list, retire drained runners, and send the guardian the wanted runners."""
+        """Record changes in the list of servers, retire drained runners, and tell the guardian which runners to run."""
         if self._settings is None:
             return
         urls = self._urls

@@ -77,10 +77,13 @@ class LeaseTracker:
         for change in message.changes:
             batch, life = live.batches.get(change.batch_id), live.lives.get((message.name, message.incarnation))
             end_reason, is_taken = decisions.end_of_attempt(batch, life, change), change.what == "taken"
-            earlier = decisions.find_attachable(live.leases, batch, change, self._is_being_read) if is_taken else None
+            attachable = None
+            if is_taken:
+                attachable = decisions.find_attachable(live.leases, batch, change, self._is_being_read)
             try:
                 live.record(*decisions.apply_change(
-                    live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(), earlier
+                    live.leases, change, message.name, message.incarnation, end_reason, self._registry.clock(),
+                    attachable,
                 ))
             except (WorkflowError, InvalidEvent) as e:
                 refusals[change.lease] = e.message

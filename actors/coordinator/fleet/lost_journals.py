@@ -35,7 +35,7 @@ class _LostUnit:
     batch_id: BatchId
     submission: str
     unit: ev.Unit
-    earlier: str
+    earlier_payload: str
     """Digest of the payload with the records of earlier attempts; "" without any."""
 
 
@@ -169,9 +169,9 @@ class LostJournals:
         unit, earlier_data = lost.unit, b""
         run_ids = range(unit.run_id_base, unit.run_id_base + unit.runs)
         own_records = [f for run in run_ids for f in records.get((lost.batch_id, lost.submission, unit.task, run), ())]
-        if lost.earlier:
+        if lost.earlier_payload:
             try:
-                earlier_data = self._live.payloads.get(lost.earlier)
+                earlier_data = self._live.payloads.get(lost.earlier_payload)
             except TrinityError as e:
                 _LOG.warning("the records of earlier attempts are lost: %s", e)
         data = earlier_data + b"".join(own_records)
@@ -217,8 +217,8 @@ def _open_units(batch: BatchState) -> dict[Life, list[_LostUnit]]:
     units_by_life: dict[Life, list[_LostUnit]] = {}
     for flight in batch.flights.values():
         next_attempt = replace(flight.unit, attempt=flight.unit.attempt + 1)
-        earlier = "" if flight.kept is None else flight.kept.payload
-        lost = _LostUnit(batch.batch_id, batch.submission, next_attempt, earlier)
+        earlier_payload = "" if flight.kept is None else flight.kept.payload
+        lost = _LostUnit(batch.batch_id, batch.submission, next_attempt, earlier_payload)
         units_by_life.setdefault((flight.runner, flight.incarnation), []).append(lost)
     for key, life in batch.lost.items():
         units_by_life.setdefault(life, []).append(_lost_unit(batch, key))

@@ -45,7 +45,7 @@ def parse_list(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reader of the list. After each reading without problems it calls `on_list` in its thread."""
+    """Reader of the list of external servers. After each reading without problems, its thread calls `on_list`."""
 
     def __init__(self, settings: ServersConfig, on_list: Callable[[list[str]], None]) -> None:
         self._settings, self._on_list = settings, on_list
@@ -53,7 +53,7 @@ class ServerList:
         """Problem with the list when it was last read; empty if there was none."""
 
     def start(self) -> None:
-        """Read the list until the process ends."""
+        """Read the list every `poll_interval` until the process ends."""
         threading.Thread(target=self._run, name="server list", daemon=True).start()
 
     def _run(self) -> None:
@@ -75,7 +75,7 @@ class ServerList:
             self._on_list(urls)
 
     def _read_text(self) -> str:
-        """Return the list's file, or the output of its command. Raises OSError, ValueError."""
+        """Return the text of the list's file, or the output of its command. Raises OSError, ValueError."""
         if self._settings.file:
             require_regular(self._settings.file)
             with Path(self._settings.file).open("rb") as file:

@@ -79,7 +79,7 @@ class RunnerRegistry:
     """Runners by name, and the sending of messages to them once the live state is durable."""
 
     def __init__(self, live: LiveState, actor: TimerHost, clock: Callable[[], float] | None = None) -> None:
-        """`clock` returns unix seconds to show to users. The default one ignores steps of the machine's clock."""
+        """`clock` returns unix seconds to show to users. The default one does not jump if that clock is set."""
         self.live, self.actor, self.clock = live, actor, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
         self.leaving: frozenset[str] = frozenset()

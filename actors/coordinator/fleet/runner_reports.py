@@ -70,9 +70,9 @@ class RunnerLifecycle:
 
     def end_earlier_lives(self, name: str, incarnation: int) -> None:
         """Attempt the units of a runner's earlier processes again."""
-        for earlier in self.live.in_flight.incarnations(name):
-            if earlier < incarnation:
-                self._retry_units(name, earlier, "the runner was restarted", blamed=True)
+        for earlier_incarnation in self.live.in_flight.incarnations(name):
+            if earlier_incarnation < incarnation:
+                self._retry_units(name, earlier_incarnation, "the runner was restarted", blamed=True)
 
     def _retry_units(self, name: str, incarnation: int, reason: str, *, blamed: bool) -> None:
         """Attempt the units of a runner's process again; `blamed` means that they may have ended it."""

@@ -60,7 +60,7 @@ class WeightLoading:
         """Return why a failed runner with a ready engine stays failed: it never served and could not load the current
         weights. Returns "" if it does not stay failed."""
         life = self.live.lives.get((message.name, message.incarnation))
-        if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
+        if life is None or life.state is not RunnerState.FAILED or life.was_current or life.refused is None:
             return ""
         has_old_weights = message.state == "ready" and message.model_version != self.live.weights.version
         return life.reason if has_old_weights else ""
@@ -81,7 +81,7 @@ class WeightLoading:
             elif self.registry.actor.now() - runner.loading_since > LOADING_LOST_SECONDS:
                 runner.loading = None  # the order was lost, and is sent again below
         if message.state == "ready" and runner.model_version != current.version and current.path:
-            if self._rolling is None or not runner.life.served:
+            if self._rolling is None or not runner.life.was_current:
                 self.load(runner)
             else:
                 runner.could_not_load = None  # it may try again
@@ -105,6 +105,7 @@ class WeightLoading:
     ) -> tuple[Awaited, bool]:
         """Publish weights and order every runner to load them. Raises SyncError.
 
+        `method`: "checkpoint", "memory" or "nccl". `again`: the version was lost from memory and written again.
         Returns the wait until all have loaded them, and True if the trainer sends the weights over its process group
         (otherwise runners load them from `path`)."""
         serving_runners = [r.name for r in self.registry.ready_runners() if r.model_version == version]
@@ -140,7 +141,7 @@ class WeightLoading:
                 r.name, has_version=r.model_version == version, is_loading=r.loading is not None,
                 has_failed=r.could_not_load == version)
             for r in self.registry.staying_runners()
-            if r.life.served
+            if r.life.was_current
         ]
         for name in rolling_update.next_to_load(engines, self._rolling.keep, all_reported=not self._unreported):
             self.load(self.registry.runners[name])

@@ -59,7 +59,7 @@ class TrainerHandlers:
 
     def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
         self._waiting_requests.pop(request.id, None)
-        self.actor.cancel(f"next:{request.id}")
+        self.actor.cancel_timer(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
         for request in list(self._waiting_requests.values()):
@@ -141,14 +141,14 @@ def _resume_data(
     """
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
-    freed = freed_positions(log.rare(["PayloadsFreed"]))
+    freed = freed_positions(log.read_rare(["PayloadsFreed"]))
     return position, rows, freed, log.last(EXPERIENCES, "ExperiencesRedelivered")
 
 
 def _is_redelivered(log: EventLog, batch_id: BatchId) -> bool:
     """Return True if the log has an ExperiencesRedelivered with this batch after the batch's last BatchTrained."""
-    trained = log.last(batch_stream(batch_id), "BatchTrained")
-    return trained is not None and any(
+    last_trained = log.last(batch_stream(batch_id), "BatchTrained")
+    return last_trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches
-        for r in log.rare(["ExperiencesRedelivered"], after=trained.position)
+        for r in log.read_rare(["ExperiencesRedelivered"], after=last_trained.position)
     )

@@ -104,8 +104,8 @@ class BatchHandlers:
         tasks, parcels = submitted_tasks(self.live, parcel)
         earlier_batches = [self.live.find_batch(cut.batch_id) for cut in command.continues or ()]
         continued_tasks = [
-            cut_tasks.continued_task(cut.task, earlier, cut.cut_task)
-            for cut, earlier in zip(command.continues or (), earlier_batches, strict=True)
+            cut_tasks.continued_task(cut.task, earlier_batch, cut.cut_task)
+            for cut, earlier_batch in zip(command.continues or (), earlier_batches, strict=True)
         ]
         events = batches.submit(self.live.find_batch(batch_id), ev.BatchSubmitted(
             batch_id=batch_id, batch_type=command.batch_type,
@@ -117,8 +117,9 @@ class BatchHandlers:
         ))
         if events:
             self.live.record_batch(batch_id, events)
-            for task, earlier in zip(continued_tasks, earlier_batches, strict=True):
-                self.live.record_batch(batch_id, cut_tasks.kept_attempts(task, earlier, self.live.batches[batch_id]))
+            for task, earlier_batch in zip(continued_tasks, earlier_batches, strict=True):
+                batch = self.live.batches[batch_id]
+                self.live.record_batch(batch_id, cut_tasks.kept_attempts(task, earlier_batch, batch))
             self.live.keep_tasks(batch_id, parcels)
             self._record_cursors(batch_id, command.cursor)
             for source in command.sources or ():
@@ -300,9 +301,9 @@ class BatchHandlers:
         self.live.when_durable(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
-        self.actor.cancel(f"grace:{batch_stream(batch_id)}")
+        self.actor.cancel_timer(f"grace:{batch_stream(batch_id)}")
         for waiter in self.waiters.pop(batch_id, []):
-            self.actor.cancel(f"finalize:{waiter.request.id}")
+            self.actor.cancel_timer(f"finalize:{waiter.request.id}")
             self.router.reply(waiter.request, value, error)
 
     def abort(self, request: CommandRequest[AbortBatch]) -> None:

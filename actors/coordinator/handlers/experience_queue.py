@@ -193,16 +193,16 @@ class ExperienceQueue:
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._on_timeout(request))
         self._waiting_requests[request.id] = request, self._clock()
-        self.check()
+        self.serve_requests()
 
     def on_repeated_request(self, request_id: str) -> None:
         """Note that the client of a waiting request is alive."""
         if request_id in self._waiting_requests:
             request, _ = self._waiting_requests[request_id]
             self._waiting_requests[request_id] = request, self._clock()
-            self.check()
+            self.serve_requests()
 
-    def check(self) -> None:
+    def serve_requests(self) -> None:
         """Serve the waiting requests for which the queue has enough. Warn of experiences that left it untaken."""
         now = self._clock()
         for request, heard_at in list(self._waiting_requests.values()):
@@ -228,7 +228,7 @@ class ExperienceQueue:
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused_count)
 
     def _wait_for_cooldown(self, now: float) -> None:
-        """Set a timer that calls `check` when the next cooldown of an experience ends."""
+        """Set a timer that calls `serve_requests` when the next cooldown of an experience ends."""
         cooldown, max_use_count = self._limits["cooldown"], self._limits["max_use_count"]
         pause = math.inf
         for delivery in self._live.queue.deliveries.values():
@@ -236,14 +236,14 @@ class ExperienceQueue:
             if is_cooling.any():
                 pause = min(pause, float(delivery.taken_at[is_cooling].min()) + cooldown - now)
         if math.isfinite(pause):
-            self._actor.after(max(0.01, pause), "take:cooldown", self.check)
+            self._actor.after(max(0.01, pause), "take:cooldown", self.serve_requests)
 
     def on_trainer_restarted(self, step: int) -> None:
         """Return the experiences taken for steps after `step` to the queue, since a trainer resumed from there."""
         takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
             self._live.record(ev.ExperiencesReturned(step=step))
-            self.check()
+            self.serve_requests()
 
     def status(self) -> dict[str, int]:
         state = self._live.queue
@@ -252,7 +252,7 @@ class ExperienceQueue:
 
     def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting_requests.pop(request.id, None)
-        self._actor.cancel(f"take:{request.id}")
+        self._actor.cancel_timer(f"take:{request.id}")
 
     def _on_timeout(self, request: CommandRequest[TakeExperiences]) -> None:
         if request.id not in self._waiting_requests:

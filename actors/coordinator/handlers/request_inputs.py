@@ -35,7 +35,7 @@ def processed_before(log: EventLog, request_id: str) -> dict[str, float] | None:
 
     A client that lost an answer repeats its request within minutes, so only the newest events are searched.
     """
-    for recorded in log.rare(["ExperiencesProcessed"], descending=True, limit=MAX_SEARCHED_EVENTS):
+    for recorded in log.read_rare(["ExperiencesProcessed"], descending=True, limit=MAX_SEARCHED_EVENTS):
         event = recorded.event
         if isinstance(event, ev.ExperiencesProcessed) and event.request == request_id:
             return event.pipeline_metrics

@@ -65,7 +65,7 @@ class RunnerHandlers:
         if name not in self.registry.runners and newest_life(self.registry.live.lives, name) is None:
             raise RunnerNotFound(f"there is no runner {name!r}; runners: {', '.join(sorted(self.registry.runners))}")
         self._restarts[request.id] = request, ReplaceRunner(name, incarnation, request.command.reason)
-        self.check_restarts()
+        self.answer_restarts()
         self._ask_guardian(request.id)
 
     def _ask_guardian(self, request_id: str) -> None:
@@ -75,14 +75,14 @@ class RunnerHandlers:
             self.actor.send(self.guardian_of(order.name), order)
             self.actor.after(REPEAT_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
 
-    def check_restarts(self) -> None:
+    def answer_restarts(self) -> None:
         """Answer the requests for a restart whose runner has a new process."""
-        for request, order in list(self._restarts.values()):
-            runner = self.registry.runners.get(order.name)
-            if runner is not None and runner.incarnation > order.incarnation:
+        for request, guardian_order in list(self._restarts.values()):
+            runner = self.registry.runners.get(guardian_order.name)
+            if runner is not None and runner.incarnation > guardian_order.incarnation:
                 del self._restarts[request.id]
-                self.actor.cancel(f"restart:{request.id}")
-                self.router.reply(request, RestartedRunner(runner=order.name, incarnation=runner.incarnation))
+                self.actor.cancel_timer(f"restart:{request.id}")
+                self.router.reply(request, RestartedRunner(runner=guardian_order.name, incarnation=runner.incarnation))
 
     # --- states -----------------------------------------------------------------------------------------------------
     def states(self, request: CommandRequest[GetRunnerStates]) -> None:
@@ -118,7 +118,7 @@ class RunnerHandlers:
                 question.silent_names.discard(message.name)
                 question.answers[message.name] = message.state
                 if not question.silent_names:
-                    self.actor.cancel(f"states:{question_id}")
+                    self.actor.cancel_timer(f"states:{question_id}")
                     self._finish_question(question_id)
 
     def _finish_question(self, question_id: str) -> None:

@@ -79,7 +79,7 @@ class SchedulerHandlers:
         return sorted(scheduled, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open_batch(self, batch_id: BatchId) -> BatchState | None:
-        """Return the open scheduled batch of this id, or None. Raises BatchTypeMismatch for another type of batch."""
+        """Return the scheduled batch with this id; None if it is not open. Raises BatchTypeMismatch for other types."""
         return collect_decisions.open_collect_batch(self._live.batches.get(batch_id), batch_id)
 
     def _record_and_end(self, batch: BatchState, events: list[ev.Event]) -> None:
@@ -142,7 +142,7 @@ class SchedulerHandlers:
         self._polls[poll.request.id] = poll
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
 
-    def check(self, batch_ids: Iterable[BatchId]) -> None:
+    def answer_polls(self, batch_ids: Iterable[BatchId]) -> None:
         """Answer the polls about these batches whose progress is enough now."""
         if not self._polls:
             return
@@ -154,7 +154,7 @@ class SchedulerHandlers:
     def _answer(self, poll: Poll[P]) -> None:
         """Answer a poll with the current progress, unless it was answered before."""
         if self._polls.pop(poll.request.id, None) is not None:
-            self._actor.cancel(f"poll:{poll.request.id}")
+            self._actor.cancel_timer(f"poll:{poll.request.id}")
             self._router.reply(poll.request, poll.progress())
 
     def _progress_of_all(self) -> StoreProgress:

@@ -60,14 +60,14 @@ class RouteHandlers:
     def _answer(self, proxy: _Proxy) -> None:
         request, proxy.open_poll = proxy.open_poll, None
         if request is not None:
-            self._actor.cancel(f"routes:{request.command.proxy}")
+            self._actor.cancel_timer(f"routes:{request.command.proxy}")
             self._router.answer(request, RouteTable(number=self._table_number, engines=self._table))
 
     def update(self) -> None:
         """At the end of a turn, answer the open polls if the table has changed."""
         if not self._proxies:
             return
-        table = [_route_row(r) for r in self._registry.staying_runners() if r.life.served]
+        table = [_route_row(r) for r in self._registry.staying_runners() if r.life.was_current]
         if table != self._table:
             self._table, self._table_number = table, self._table_number + 1
             for proxy in self._proxies.values():

@@ -96,7 +96,7 @@ class LoadHandlers:
         time_out = lambda: self._end_wait(request.id, f"no answer in {timeout} s")  # noqa: E731
         self.actor.after(timeout, f"loads:{request.id}", time_out)
 
-    def check(self) -> None:
+    def answer_requests(self) -> None:
         """At the end of a turn, answer the requests whose runners have all carried out their orders."""
         for request_id, (_, awaited, _) in list(self._waiting.items()):
             if not awaited.waiting_on:
@@ -105,7 +105,7 @@ class LoadHandlers:
     def _end_wait(self, request_id: str, timed_out: str = "") -> None:
         """End a wait, and answer its request. `timed_out` is the error for each runner without an answer."""
         request, awaited, answer = self._waiting.pop(request_id)
-        self.actor.cancel(f"loads:{request_id}")
+        self.actor.cancel_timer(f"loads:{request_id}")
         for waiters in (self.weights.waiters, self.adapters.waiters):
             waiters.pop(awaited, None)
         self.router.reply(request, answer(), awaited.error(timed_out))

@@ -89,15 +89,15 @@ class Handlers:
         )
         router.add_handlers([handler_row(GetStatus, self.status), *(row for part in parts for row in part.handlers())])
 
-    def check(self) -> None:
+    def answer_requests(self) -> None:
         """At the end of a turn, answer the requests that its events complete, and read journals of lost units."""
         self.batches.finalize_if_ready([*self.live.turn.batches])
-        self.scheduler.check(self.live.turn.batches)
+        self.scheduler.answer_polls(self.live.turn.batches)
         if not self.live.ended_batches.keys().isdisjoint(self.live.turn.batches):
             self.live.when_durable(self.trainer.check_next_batch)
-            self.queue.check()
-        self.loads.check()
-        self.runners.check_restarts()
+            self.queue.serve_requests()
+        self.loads.answer_requests()
+        self.runners.answer_restarts()
         self.journals.read_lost(self.live.turn.batches)
 
     def status(self, request: CommandRequest[GetStatus]) -> None:

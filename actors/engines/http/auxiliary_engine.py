@@ -49,7 +49,7 @@ class RemoteEngine:
         self._http: httpx.AsyncClient | None = None
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Replace the list of engines; `endpoints` has a URL per runner. A new URL of a runner means a new engine."""
+        """Replace the engines by those of `endpoints`: a URL for each runner. A runner's new URL means a new engine."""
         self.pool.update({"runner": name, "incarnation": 0, "endpoint": url} for name, url in endpoints.items())
 
     def endpoint(self, task: str | None) -> Endpoint:

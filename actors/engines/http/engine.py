@@ -315,12 +315,14 @@ class HTTPEngine(ServerWeights):
                 try:
                     event = await self._unless_dead(anext(events))
                 except StopAsyncIteration:
-                    raise EngineError(f"{self.server.url} ended a stream without a finish_reason") from None
+                    raise EngineError(f"{self.server.url} broke off an answer: see the server's log") from None
                 self._last_answer_at = time.monotonic()
                 for answer in self._parse(event, sampling, ids, whole=False):
                     count += len(answer.ids)
                     if count > sampling.max_tokens:
-                        raise EngineError(f"{self.server.url} generated more than {sampling.max_tokens} tokens")
+                        raise EngineError(
+                            f"{self.server.url} generated more than max_tokens ({sampling.max_tokens}): check that it "
+                            "is a vLLM server")
                     text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
                     if not answer.finish_reason:
                         yield answer.completion(ids, text)

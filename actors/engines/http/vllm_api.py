@@ -215,7 +215,8 @@ class VLLMServer:
                         continue
                     event: dict[str, Any] = json.loads(line[6:])
                     if "error" in event:
-                        raise EngineError(f"{self.url} failed: {self._without_key(str(event['error'])[:300])}")
+                        problem = self._without_key(str(event["error"])[:300])
+                        raise EngineError(f"{self.url}{path} broke off its answer: {problem}. See the server's log")
                     yield event
         except (ValueError, TypeError, RecursionError) as e:
             raise EngineError(f"{self.url}{path} sent no stream of vLLM's: check that it is a vLLM server") from e
@@ -266,9 +267,9 @@ class VLLMServer:
 
     async def facts(self) -> ServerFacts:
         """Return the facts that the server reports. Raises EngineError if it is not a vLLM server."""
-        served = await self.ask("GET", "/v1/models", seconds=STATUS_SECONDS)
+        models = await self.ask("GET", "/v1/models", seconds=STATUS_SECONDS)
         try:
-            [first, *_] = [m for m in served["data"] if not m.get("parent")]  # LoRA adapters have a parent
+            [first, *_] = [m for m in models["data"] if not m.get("parent")]  # LoRA adapters have a parent
             model, max_model_len = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
             raise EngineError(f"/v1/models of {self.url} has no max_model_len: give the URL of a vLLM server") from e

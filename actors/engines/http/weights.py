@@ -291,11 +291,11 @@ class ServerWeights:
         await self._set_label(interim_label)  # shows a later engine that these weights are unknown
         self.waits_for = ""  # loading may take long, and counts as starting time
         if "False" in await server.in_workers("reload_weights", weights_path=path):
-            raise EngineError(f"{server.url} reports that it could not load {path}")
+            raise EngineError(f"{server.url} could not load {path}: see the server's log")
         if facts.has_extension:
             await server.in_workers("trinity_pack_again")
             if not all(finite == "True" for finite in await server.in_workers("trinity_weights_finite")):
-                raise EngineError("the checkpoint holds NaN or infinite weights")
+                raise EngineError(f"{path} holds NaN or infinite weights: publish another checkpoint")
         await self._check_label(interim_label)
         await self._label_weights(version)
         await server.resume()
@@ -379,7 +379,7 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if status != 0:
-        raise EngineError(f"servers.restart_command failed (exit status {status})")
+        raise EngineError(f"servers.restart_command failed (exit status {status}): run it by hand to see why")
 
 
 def _is_same_model(root: str, model: str) -> bool:

@@ -78,7 +78,7 @@ class AdapterServing:
 
     @property
     def adapters(self) -> dict[str, int]:
-        return {name: served.version for name, served in self._current.items()}
+        return {name: adapter.version for name, adapter in self._current.items()}
 
     @contextlib.contextmanager
     def _using(self, name: str) -> Iterator[ServedAdapter | None]:
@@ -86,17 +86,17 @@ class AdapterServing:
         if not name:
             yield None
             return
-        served = self._current.get(name)
-        if served is None:
+        adapter = self._current.get(name)
+        if adapter is None:
             names = ", ".join(self._current) or "none"
             raise EngineError(f"there is no adapter {name!r}: this engine serves {names}. Publish it first "
                               "(sync_adapter)", refused=True)
-        served.uses += 1
+        adapter.uses += 1
         try:
-            yield served
+            yield adapter
         finally:
-            served.uses -= 1
-            if not served.uses and served in self._replaced:
+            adapter.uses -= 1
+            if not adapter.uses and adapter in self._replaced:
                 self._removal_task = asyncio.get_running_loop().create_task(self._remove_unused())
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
@@ -148,18 +148,18 @@ class AdapterServing:
             await self._remove_unused()
 
     def _retire(self, name: str) -> None:
-        served = self._current.pop(name, None)
-        if served is not None:
-            self._replaced.append(served)
+        adapter = self._current.pop(name, None)
+        if adapter is not None:
+            self._replaced.append(adapter)
 
     async def _remove_unused(self) -> None:
-        for served in list(self._replaced):
-            if not served.uses and served in self._replaced:  # else another call has removed it meanwhile
-                self._replaced.remove(served)
-                await self._remove(served)
+        for adapter in list(self._replaced):
+            if not adapter.uses and adapter in self._replaced:  # else another call has removed it meanwhile
+                self._replaced.remove(adapter)
+                await self._remove(adapter)
 
-    async def _remove(self, served: ServedAdapter) -> None:
+    async def _remove(self, adapter: ServedAdapter) -> None:
         try:
-            await self._llm.remove_lora(served.request.lora_int_id)
+            await self._llm.remove_lora(adapter.request.lora_int_id)
         except Exception as e:  # it still takes a slot in vLLM, but no request uses it again
-            _log.warning("adapter %s was not removed: %s", served.request.lora_name, short_error(e))
+            _log.warning("adapter %s was not removed: %s", adapter.request.lora_name, short_error(e))

@@ -105,13 +105,14 @@ class VLLMEngine(WeightChanges, AdapterServing):
         WeightChanges.__init__(self, self._model)
         AdapterServing.__init__(self)
         self._llm: Any = None
-        self._dead: str | None = "it was not started"
+        self._why_dead: str | None = "it was not started"
+        """Why the engine serves nothing, as text for errors; None while it serves."""
         self._request_tasks: set[asyncio.Task[Any]] = set()
         self._cut_off_tasks: set[asyncio.Task[Any]] = set()  # cancelled by `_end`
         self._request_adapters: dict[str, tuple[str, int] | None] = {}
         """Name and version of each open request's adapter, by the request's name."""
         self._processes: list[psutil.Process] = []
-        self._printed: ProcessOutput | None = None
+        self._output_since_start: ProcessOutput | None = None
         self._printing_pids: list[int] = []
         self._pids_before: set[int] = set()
         self._watch_task: asyncio.Task[None] | None = None
@@ -139,29 +140,29 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if self._llm is not None:
             raise EngineError("the engine was started already: call start only once")
         self._pids_before = {p.pid for p in psutil.Process().children()}
-        self._dead = _STARTING
-        printed = ProcessOutput()
+        self._why_dead = _STARTING
+        startup_output = ProcessOutput()
         try:
             # In a thread, since building an engine blocks for 10-60 s, and the loop must answer meanwhile.
             self._llm = await asyncio.to_thread(self._build)
-            if self._dead != _STARTING:
-                raise EngineError(f"the engine was stopped while it started: {self._dead}")
+            if self._why_dead != _STARTING:
+                raise EngineError(f"the engine was stopped while it started: {self._why_dead}")
             self._processes = engine_processes(self._llm, self._pids_before)
             self.tokenizer = vllm_server.with_template(self._llm.get_tokenizer(), self.config.server_args)
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._has_tied_head = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
             await self._label_version()
-            self._dead = None
+            self._why_dead = None
             await self._warm_up()
-            self._printed, self._printing_pids = ProcessOutput(), self.pids()
+            self._output_since_start, self._printing_pids = ProcessOutput(), self.pids()
             self._watch_task = asyncio.create_task(self._watch())
             gc.freeze()  # like vLLM's server: the objects so far stay, and the garbage collector skips them
         except BaseException as e:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
             if isinstance(e, ConfigError | EngineError) or not isinstance(e, Exception):
                 raise
-            output = printed.text()
+            output = startup_output.text()
             if output:
                 _log.error("output while the engine for %s started:\n%s", self.config.model_path, output)
             reason = (blames_other_process(e) and last_error_in(output)) or short_error(e)
@@ -266,7 +267,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def _watch(self) -> None:
         """Wait until vLLM's process hangs, as it does when its input thread has ended; then mark the engine dead."""
         await wait_for_silence(self._llm.is_sleeping, self._weights_lock.locked)
-        self._dead = self._dead or "its process is alive, but has not answered for ten minutes"
+        self._why_dead = self._why_dead or "its process is alive, but has not answered for ten minutes"
 
     def pids(self) -> list[int]:
         """Return the pids of this engine's live processes: EngineCore and its workers."""
@@ -274,8 +275,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     async def _end(self, reason: str) -> None:
         """End vLLM and its processes, then cancel the requests that it left without an answer."""
-        if self._dead in (None, _STARTING):
-            self._dead = reason
+        if self._why_dead in (None, _STARTING):
+            self._why_dead = reason
         if self._watch_task is not None:
             self._watch_task.cancel()
         llm, self._llm = self._llm, None
@@ -298,19 +299,20 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     @property
     def dead(self) -> str | None:
-        if self._dead is None and self._llm is not None and self._llm.errored:
-            self._dead = self._death_reason("") if self._llm.is_running else "vLLM's task on the event loop ended"
-        return self._dead
+        if self._why_dead is None and self._llm is not None and self._llm.errored:
+            self._why_dead = self._death_reason("") if self._llm.is_running else "vLLM's task on the event loop ended"
+        return self._why_dead
 
     def _death_reason(self, reason: str) -> str:
-        error = last_error_in(self._printed.text(), self._printing_pids) if self._printed is not None else ""
+        output = self._output_since_start
+        error = last_error_in(output.text(), self._printing_pids) if output is not None else ""
         return f"its process ended ({error or reason})" if error or reason else "its process ended"
 
     def _live_llm(self) -> Any:
         """Return vLLM's AsyncLLM. Raises EngineError if the engine is dead."""
-        self.dead  # noqa: B018  # updates `_dead`
-        if self._dead is not None:
-            raise EngineError(f"the engine is dead: {self._dead}", dead=True)
+        self.dead  # noqa: B018  # updates `_why_dead`
+        if self._why_dead is not None:
+            raise EngineError(f"the engine is dead: {self._why_dead}", dead=True)
         return self._llm
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -396,10 +398,10 @@ class VLLMEngine(WeightChanges, AdapterServing):
         task = asyncio.current_task()
         assert task is not None
         tokens = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
-        with self._using(adapter) as served:
+        with self._using(adapter) as served_adapter:
             self._request_tasks.add(task)
-            name_and_version = None if served is None else (served.name, served.version)
-            more["lora_request"] = served and served.request
+            name_and_version = None if served_adapter is None else (served_adapter.name, served_adapter.version)
+            more["lora_request"] = served_adapter and served_adapter.request
             if not request or request in self._request_adapters:  # a user's engine may send two calls for one request
                 request = uuid4().hex
             self._request_adapters[request] = name_and_version
@@ -408,7 +410,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 # aclosing: if the caller is cancelled, the request must be aborted now, not at garbage collection
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
                     async for output in outputs:
-                        if self._dead is not None and any(o.finish_reason == "abort" for o in output.outputs):
+                        if self._why_dead is not None and any(o.finish_reason == "abort" for o in output.outputs):
                             raise EngineError("the request was cut off when the engine ended")  # see `_as_engine_error`
                         yield output, name_and_version
                 if output is None or not output.finished:
@@ -432,11 +434,11 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     def _as_engine_error(self, e: Exception) -> EngineError:
         """Return a request's exception as an EngineError. If vLLM is dead, mark the engine as dead."""
-        if self._dead is not None:
-            return EngineError(f"the engine is dead: {self._dead}", dead=True)
+        if self._why_dead is not None:
+            return EngineError(f"the engine is dead: {self._why_dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
-            self._dead = self._death_reason(short_error(e))
-            return EngineError(f"the engine died: {self._dead}", dead=True)
+            self._why_dead = self._death_reason(short_error(e))
+            return EngineError(f"the engine died: {self._why_dead}", dead=True)
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {short_error(e)}", refused=True)
         return EngineError(f"vLLM failed: {short_error(e)}")

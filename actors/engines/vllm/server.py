@@ -294,7 +294,8 @@ class _RecordingClient:
     ) -> AsyncGenerator[Any]:
         """Yield vLLM's outputs; before the last one, set `generation.completions` to the whole answers.
 
-        `raw_params`: params that the client sent. They may want the text that `params` turn off in vLLM.
+        `raw_params`: params that the client sent; `params`: those that vLLM got, perhaps without decoding.
+        Then the text that the client wants is added here.
         """
         is_delta = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()

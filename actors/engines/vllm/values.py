@@ -151,28 +151,29 @@ def request_output(request: str, prompt: Mapping[str, Any], answers: Sequence[Co
 
 
 def partial_answers(
-    llm: Any, request: str, start: Mapping[int, int], adapter: tuple[str, int] | None
+    llm: Any, request: str, known_counts: Mapping[int, int], adapter: tuple[str, int] | None
 ) -> dict[int, Completion]:
-    """Return the new part of each answer to a request in flight, read from the state of vLLM's AsyncLLM.
+    """Return the new part of each answer to a request in flight, by its index, from the state of vLLM's AsyncLLM.
 
-    vLLM collects all tokens in this process, so this adds no cost per token. Versions of vLLM before 0.32 do not label
-    tokens with their weights; for these it returns {}.
+    `known_counts`: number of tokens that the caller has already, by index. `token_ids` and `logprobs` hold only the new
+    tokens, `version_spans` all of the answer's. vLLM collects all tokens in this process, so this adds no cost per
+    token. Versions of vLLM before 0.32 do not label tokens with their weights; for these it returns {}.
     """
     processor, parts = llm.output_processor, {}
-    for name in getattr(processor, "external_req_ids", {}).get(request, ()):
-        state = processor.request_states.get(name)
-        labels = getattr(state, "weight_version_starts", None)
-        if state is None or not labels:
+    for answer_id in getattr(processor, "external_req_ids", {}).get(request, ()):
+        state = processor.request_states.get(answer_id)
+        version_starts = getattr(state, "weight_version_starts", None)  # (version, index of its first token)
+        if state is None or not version_starts:
             continue
-        ids, first = state.detokenizer.output_token_ids, start.get(state.request_index, 0)
+        ids, first = state.detokenizer.output_token_ids, known_counts.get(state.request_index, 0)
         logprobs, flat_logprobs = None, state.logprobs_processor.logprobs
         if flat_logprobs is not None:
             logprobs = _sampled_logprobs(flat_logprobs[first : len(ids)], ids[first:])
-        ends = [*(place for _, place in labels[1:]), len(ids)]
+        ends = [*(start for _, start in version_starts[1:]), len(ids)]
         parts[state.request_index] = Completion(
             prompt_token_ids=list(state.prompt_token_ids or ()), token_ids=list(ids[first:]), logprobs=logprobs,
             text="", finish_reason="", adapter=adapter,
-            version_spans=tuple((int(v), place, end) for (v, place), end in zip(labels, ends, strict=True)),
+            version_spans=tuple((int(v), start, end) for (v, start), end in zip(version_starts, ends, strict=True)),
         )
     return parts
 

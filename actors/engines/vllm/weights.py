@@ -38,14 +38,14 @@ class WeightChanges:
 
     model_version: int
     _llm: Any
-    _dead: str | None
+    _why_dead: str | None
     _live_llm: Callable[[], Any]
     _end: Callable[[str], Awaitable[None]]
     _served_path: str
     """Folder or hub id of the served weights, which are loaded again if a change fails."""
 
-    def __init__(self, served: str) -> None:
-        self._served_path = served
+    def __init__(self, served_path: str) -> None:
+        self._served_path = served_path
         self._shapes: dict[str, list[int]] | None = None
         self._has_tied_head = False
         self._weights_lock = asyncio.Lock()
@@ -97,7 +97,7 @@ class WeightChanges:
         if not done:
             task.cancel()
             await self._end(f"{problem} within {timeout:g} s")
-            raise EngineError(f"the engine is dead: {self._dead}", dead=True)
+            raise EngineError(f"the engine is dead: {self._why_dead}", dead=True)
         return task.result()
 
     async def _receive(self, path: str) -> None:
@@ -136,7 +136,7 @@ class WeightChanges:
                     if not all(await self._in_workers("trinity_weights_finite")):
                         raise ValueError("the checkpoint holds NaN or infinite weights")
                 except Exception as e:
-                    if self._dead is not None:
+                    if self._why_dead is not None:
                         raise
                     await self._restore(version, path, e)
                     raise SyncError(
@@ -160,12 +160,12 @@ class WeightChanges:
                 ) from e
             yield
         finally:
-            if self._dead is None:
+            if self._why_dead is None:
                 try:
                     await llm.resume_generation()
                 except Exception as e:
                     await self._end(f"it could not be resumed after loading weights ({short_error(e)})")
-                    raise EngineError(f"the engine is dead: {self._dead}", dead=True) from e
+                    raise EngineError(f"the engine is dead: {self._why_dead}", dead=True) from e
 
     async def _reload(self, path: str) -> None:
         await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -181,7 +181,7 @@ class WeightChanges:
                 f"version {version} of {path} failed half-way ({short_error(cause)}), and {self._served_path} could "
                 f"not be loaded again ({short_error(e)})"
             )
-            raise EngineError(f"the engine is dead: {self._dead}", dead=True) from cause
+            raise EngineError(f"the engine is dead: {self._why_dead}", dead=True) from cause
 
     async def _in_workers(self, method: str, *args: Any) -> list[Any]:
         return list(await self._llm.collective_rpc(method, args=args))

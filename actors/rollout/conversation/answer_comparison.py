@@ -19,7 +19,7 @@ Call = tuple[str, str]
 
 
 class Fit(IntEnum):
-    """How well a message fits an answer; higher is better."""
+    """How far a client's message equals a sampled answer; higher is better."""
 
     NONE = 0
     """The message is another answer, or a changed one."""
@@ -41,7 +41,7 @@ _MAX_FAILURES = 1000
 
 
 def fit(message: Mapping[str, Any], texts: Collection[str]) -> Fit:
-    """Return how well a client's message fits an answer with these texts (without and with special tokens)."""
+    """Compare a client's message with an answer, whose `texts` are without and with special tokens."""
     calls = message.get("tool_calls")
     if not calls:
         return max((_text_fit(message, text) for text in texts), default=Fit.NONE)
@@ -53,7 +53,7 @@ def fit(message: Mapping[str, Any], texts: Collection[str]) -> Fit:
 
 
 def _text_fit(message: Mapping[str, Any], text: str) -> Fit:
-    """Return how well a message without tool calls fits an answer's text."""
+    """Compare a message without tool calls with an answer's text."""
     content = message.get("content")
     if not isinstance(content, str):
         return Fit.NONE
@@ -66,7 +66,7 @@ def _text_fit(message: Mapping[str, Any], text: str) -> Fit:
 
 
 def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: str) -> Fit:
-    """Return how well a message with these tool calls fits an answer's text."""
+    """Compare a message that has these tool calls with an answer's text."""
     answer = text.rpartition("</think>")[2]
     content = message.get("content")
     content = content.strip() if isinstance(content, str) else ""
@@ -86,7 +86,10 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
 
 
 def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
-    """Return how well the reasoning of a message fits, if its other parts do: PART if it leaves the reasoning out."""
+    """Compare the reasoning of a message with that of the sampled `text`, when their other parts are equal already.
+
+    PART means that the message has no reasoning.
+    """
     thought, mark, _ = text.rpartition("</think>")
     sampled_reasoning = thought.strip().removeprefix("<think>").strip()
     reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()

@@ -113,9 +113,9 @@ class Conversing:
         question: list[Message] = [{"role": "user", "content": "q"}]
         whole_chat = [*question, {"role": "assistant", "content": _ANSWER}]
         try:
-            chat, prompt = self._text(question, None), self._text(question, None, answer=True)
+            chat, prompt = self._text(question, None), self._text(question, None, begin_answer=True)
             before, answer, after = self._text(whole_chat, None).rpartition(_ANSWER)
-            after_and_more = self._text([*whole_chat, *question], None, answer=True).partition(_ANSWER)[2]
+            after_and_more = self._text([*whole_chat, *question], None, begin_answer=True).partition(_ANSWER)[2]
         except WorkflowError:
             return Marks()
         opens = before.removeprefix(prompt) if before.startswith(prompt) else ""
@@ -142,7 +142,7 @@ class Conversing:
         action_mask is true on the assistant's tokens (with the end of turn), and false on all others and the template's
         marks. It comes from the chat template's {% generation %} marks, or else from rendering the conversation turn by
         turn. A turn is masked if the template renders it differently once other turns follow (without reasoning, say);
-        `info["untrained_turns"]` has its message's index. `logprobs` are None. Callable from any thread.
+        `info["untrained_turns"]` has its message's index. `logprobs` are None. Any thread may call this.
 
         Tokens after `limit` are cut off: `truncate_status` is "response_truncated", or, if no token of the response is
         left, "prompt_truncated" with a mask that is all false.
@@ -220,7 +220,7 @@ class Conversing:
             return []
         prompts = {t.rendered for t in chain}
         try:
-            return [i for i in answers[:-1] if self._text(messages[:i], tools, answer=True) not in prompts]
+            return [i for i in answers[:-1] if self._text(messages[:i], tools, begin_answer=True) not in prompts]
         except WorkflowError:  # messages in a client's form, which only the engine's server can render
             return answers[: len(answers) - len(chain)]
 
@@ -252,14 +252,14 @@ class Conversing:
             answer_count += 1
             before, after = messages[:i], messages[: i + 1]
             closed = self._text(after, tools)
-            opened = self._text(before, tools, answer=True) if before else self._opening(closed, message)
+            opened = self._text(before, tools, begin_answer=True) if before else self._opening(closed, message)
             # The generation prompt may have text that the finished turn lacks ("<think>"); the turn begins after both.
             begins = closed.startswith(opened) or (before and closed.startswith(self._text(before, tools)))
             if not begins or not text.startswith(closed):
                 untrained.append(i)
                 continue
             # Compare tokens, since two texts with a common start may differ in the token at its end.
-            opening = self._tokens(before, tools, answer=True) if before else self.encode(opened)
+            opening = self._tokens(before, tools, begin_answer=True) if before else self.encode(opened)
             start = _common_length(opening, tokens)
             stop = _common_length(self._tokens(after, tools), tokens)
             if end_of_turn is not None and end_of_turn in tokens[start:stop]:
@@ -279,11 +279,11 @@ class Conversing:
         before, separator, _ = text.partition(asks) if asks else ("", "", "")
         return before + separator if separator else text[: max(text.find(str(first.get("content"))), 0)]
 
-    def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
-        return _token_ids(self._apply_template(messages, tools, tokenize=True, add_generation_prompt=answer))
+    def _tokens(self, messages: list[Message], tools: Any, begin_answer: bool = False) -> list[int]:
+        return _token_ids(self._apply_template(messages, tools, tokenize=True, add_generation_prompt=begin_answer))
 
-    def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
-        return str(self._apply_template(messages, tools, tokenize=False, add_generation_prompt=answer))
+    def _text(self, messages: list[Message], tools: Any, begin_answer: bool = False) -> str:
+        return str(self._apply_template(messages, tools, tokenize=False, add_generation_prompt=begin_answer))
 
     def _apply_template(self, messages: list[Message], tools: Any, **arguments: Any) -> Any:
         """Call the tokenizer's `apply_chat_template`, and return its result. Raises WorkflowError if it fails."""

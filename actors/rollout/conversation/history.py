@@ -97,10 +97,10 @@ class Remembering(Conversing):
         tokenizer: Any = self.tokenizer
         is_local = has_byte_decoder(tokenizer) and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         turn = self.turns.turn_before(prompt) if is_local else None
-        known = None if turn is None else self.turns.text_through(turn)
-        if turn is None or known is None:
+        known_text = None if turn is None else self.turns.text_through(turn)
+        if turn is None or known_text is None:
             return decoded_prompt(tokenizer, prompt)
-        return known + self.decode(prompt[len(turn.tokens) :])
+        return known_text + self.decode(prompt[len(turn.tokens) :])
 
     def extracted(self, clear: bool, per_request: bool) -> list[Experience]:
         """Return the answers so far as experiences, as `Model.extract_experience_from_history` says."""
@@ -196,6 +196,6 @@ class Remembering(Conversing):
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None
         return self.turns.last_turn(
-            self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, answer=True),
+            self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, begin_answer=True),
             partial(fit, messages[last]),
         )

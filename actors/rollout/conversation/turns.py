@@ -65,7 +65,7 @@ class Turn:
     has_experience: bool = False
     """True if an experience was made of a conversation that ends with this turn."""
     prompt_text: str | None = None
-    """Text of the prompt's decoded ids, if known."""
+    """Text of the prompt's ids; None if they were not decoded."""
     decoded_texts: tuple[str, str] | None = None
     """Decoded text of all the answer's tokens, and of all but the last, with special tokens; set on first use."""
 
@@ -165,11 +165,11 @@ class Turns:
         return turn
 
     def last_turn(self, rendered: str, prompt: str, fit_of: Callable[[Collection[str]], Fit]) -> Turn | None:
-        """Return the turn of a conversation's last answer; None if it was not sampled here, or several turns may fit.
+        """Return the turn of a conversation's last answer; None if it was not sampled here, or several turns may be it.
 
         Of turns with equal texts, one without an experience is preferred. `rendered`: text of the conversation up to
-        that answer; `prompt`: text of the prompt before it; `fit_of` returns how well the client's message fits a turn
-        with these texts (without and with special tokens).
+        that answer; `prompt`: text of the prompt before it; `fit_of` compares the client's message with a turn
+        that has these texts (without and with special tokens).
         """
         candidates = [(fit_of(self._texts(turn)), turn) for turn in self._turns if turn.rendered == prompt]
         best = max((fit for fit, _ in candidates), default=Fit.NONE)
@@ -209,19 +209,19 @@ class Turns:
         """
         candidates = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
         for length, group in itertools.groupby(sorted(candidates, key=_length, reverse=True), key=_length):
-            turns, text_after_prompt = list(group), rendered[length:]
-            for tail_of in (self._text_after_answer, self._loose_text_after_answer):
-                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, text_after_prompt)) is not None]
+            turns, after_prompt = list(group), rendered[length:]
+            for tail_of in (self._text_after_answer, self._text_after_respaced_answer):
+                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, after_prompt)) is not None]
                 if tails:
                     return max(tails, key=lambda pair: _rank(*pair))
         return None
 
-    def _text_after_answer(self, turn: Turn, rest: str) -> str | None:
-        """Return what follows the turn's answer in `rest`, the text after the turn's prompt.
+    def _text_after_answer(self, turn: Turn, after_prompt: str) -> str | None:
+        """Return what follows the turn's answer in `after_prompt`, the text after the turn's prompt.
 
-        None if `rest` begins with another answer; white space around the answer does not matter.
+        None if another answer follows the prompt. White space around the answer does not matter.
         """
-        if rest == "":
+        if after_prompt == "":
             return None  # the same prompt again
         end = self.end_of(turn)
         for text in self._texts(turn):
@@ -229,25 +229,25 @@ class Turns:
             leading_white = text[: len(text) - len(text.lstrip())]
             trailing_white = text[len(text.rstrip()) :] if core else ""
             for opening in dict.fromkeys((leading_white, "", self.marks.opens)):
-                if not rest.startswith(opening + core):
+                if not after_prompt.startswith(opening + core):
                     continue
-                tail_with_white = rest[len(opening) + len(core) :]
+                tail_with_white = after_prompt[len(opening) + len(core) :]
                 for tail in dict.fromkeys((tail_with_white.removeprefix(trailing_white), tail_with_white)):
                     if self._can_follow_answer(tail, end):
                         return tail
         return None
 
-    def _loose_text_after_answer(self, turn: Turn, rest: str) -> str | None:
-        """Return the text after an answer as `_text_after_answer`, ignoring white space and blank reasoning at marks.
+    def _text_after_respaced_answer(self, turn: Turn, after_prompt: str) -> str | None:
+        """Like `_text_after_answer`, but also ignore white space and blank reasoning at marks within the answer.
 
         Clients strip the text before a tool call, drop it if it is blank, and add blank reasoning. Templates write
         their own white space between the parts of an answer.
         """
         end = self.end_of(turn)
-        for text in self._texts(turn) if rest else ():
-            position = _end_of_answer(text, rest)
+        for text in self._texts(turn) if after_prompt else ():
+            position = _end_of_answer(text, after_prompt)
             if position is not None:
-                for tail in (rest[position:], rest[_past_blank(rest, position) :]):
+                for tail in (after_prompt[position:], after_prompt[_past_blank(after_prompt, position) :]):
                     if self._can_follow_answer(tail, end):
                         return tail
         return None
@@ -307,16 +307,16 @@ def _past_blank(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _end_of_answer(answer: str, rest: str) -> int | None:
-    """Return the position in `rest` after the answer; None if `rest` does not begin with the answer.
+def _end_of_answer(answer: str, text: str) -> int | None:
+    """Return the position in `text` after the answer; None if `text` does not begin with the answer.
 
     White space and blank reasoning beside marks may differ.
     """
     position = 0
     for part in map(str.strip, _MARK.split(_NO_REASONING.sub("", answer))):
         if part:
-            position = _past_blank(rest, position)
-            if not rest.startswith(part, position):
+            position = _past_blank(text, position)
+            if not text.startswith(part, position):
                 return None
             position += len(part)
     return position
@@ -327,7 +327,7 @@ def _length(turn: Turn) -> int:
 
 
 def _rank(turn: Turn, tail: str) -> tuple[int, bool]:
-    """Return a sort key: turns with a shorter text after them rank higher, then those that no turn follows."""
+    """Return a key by which `max` prefers the turn with the shortest `tail`, and of these one that no turn follows."""
     return -len(tail), not turn.is_followed
 
 

@@ -61,16 +61,16 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
     return claims
 
 
-def lost_between(own: Mark | None, answer: Mark | None) -> str | None:
+def lost_between(seen: Mark | None, answer: Mark | None) -> str | None:
     """Compare the mark of this process with the mark in an answer. Describe the loss if the answer's log lost events.
 
     Return None if it lost none, or if the generations differ: only the log shows whether one follows from the other.
     """
-    if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
+    if seen is None or answer is None or seen.generation != answer.generation or answer.position > seen.position:
         return None
-    if answer.position < own.position:
-        return f"it has seen position {own.position}, and the answer says that the log ends at {answer.position}"
-    return None if answer.hash == own.hash else f"it has seen another event at position {own.position}"
+    if answer.position < seen.position:
+        return f"it has seen position {seen.position}, and the answer says that the log ends at {answer.position}"
+    return None if answer.hash == seen.hash else f"it has seen another event at position {seen.position}"
 
 
 class MemoryFile:
@@ -116,7 +116,7 @@ class MemoryFile:
         return claims
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
-        """Return True if our store was copied from the one at `place`, and not moved: the original is still there."""
+        """Return True if this store was copied from the one at `place`, and not moved: the original still exists."""
         if place.startswith("/"):
             return os.path.exists(place)
         # Without the port: a server that took over from another one has the same data, perhaps without its end.

@@ -51,7 +51,10 @@ def find_lost(connection: Connection, claims: Sequence[Claim]) -> tuple[Head, li
 
 
 def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, mark: Mark | None) -> None:
-    """Raise LogRewound if a log with this head row lacks the event of this process's `mark`."""
+    """Raise LogRewound if the log lacks the event at `mark`, the newest that this process has seen.
+
+    `head`: the log's row of `es_log_head`.
+    """
     if mark is not None:
         end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
         if _hash_at(connection, end, mark.position) != mark.hash:

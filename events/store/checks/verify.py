@@ -232,7 +232,7 @@ def _expected_hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
 
 
 def _last_position(heads: Sequence[Any], problems: Problems) -> int:
-    """Return the last position in the head row, or 0 without a row. Report the row's problems."""
+    """Return the last position in the log's head row, or 0 without a row. Report the row's problems."""
     if len(heads) != 1:
         problems.add("the log's head row is missing" if not heads else f"the log has {len(heads)} head rows")
     if not heads:
@@ -249,7 +249,7 @@ def _last_position(heads: Sequence[Any], problems: Problems) -> int:
 
 
 def _compare_with_tables(connection: Connection, chain: _ChainCheck, heads: Sequence[Any], problems: Problems) -> None:
-    """Compare the head row and the table of streams with the events, and report differences."""
+    """Compare the log's head row and the table of streams with the events, and report differences."""
     if heads:
         _, end, last_hash, recorded_at, _, _ = heads[0]
         if chain.position != end:

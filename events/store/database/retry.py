@@ -163,13 +163,13 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     """
     outcome: futures.Future[T] = futures.Future()
 
-    def run() -> None:
+    def work_in_thread() -> None:
         try:
             outcome.set_result(work())
         except BaseException as e:
             outcome.set_exception(e)
 
-    threading.Thread(target=run, name="asks the database", daemon=True).start()
+    threading.Thread(target=work_in_thread, name="asks the database", daemon=True).start()
     if not futures.wait([outcome], seconds).done:
         raise LogUnavailable(f"the database did not answer within {seconds:.0f} s: check that its server runs",
                              passing=True)

@@ -97,21 +97,22 @@ def move_payloads(
 
 
 def _copy_all(source: PayloadStore, target: PayloadStore, moved: Moved, progress: Callable[[int], None]) -> None:
-    def copy(digest: str) -> tuple[int, bool] | str:
+    def copy(digest: str) -> tuple[int, bool] | CorruptPayload | PayloadNotFound:
         try:
             return _copy_if_missing(source, target, digest)
         except (CorruptPayload, PayloadNotFound) as e:
-            return e.message
+            return e
 
     digests = source.digests()
     with ThreadPoolExecutor(MOST_COPIES, thread_name_prefix="move") as threads:
         while part := list(islice(digests, 4 * MOST_COPIES)):
             for outcome in threads.map(copy, part):
-                if isinstance(outcome, str):
-                    moved.problems.append(outcome)
-                else:
-                    moved.payloads, moved.bytes = moved.payloads + 1, moved.bytes + outcome[0]
-                    moved.copied += outcome[1]
+                if isinstance(outcome, Exception):
+                    moved.problems.append(outcome.message)
+                    continue
+                size, was_copied = outcome
+                moved.payloads, moved.bytes = moved.payloads + 1, moved.bytes + size
+                moved.copied += was_copied
             progress(moved.payloads)
 
 

@@ -39,7 +39,7 @@ def boot() -> str:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of unix seconds that ignores later steps of the machine's clock."""
+    """Return a clock of unix seconds that does not jump if the machine's clock is set later."""
     offset = time.time() - monotonic()
     return lambda: offset + monotonic()
 

@@ -72,7 +72,7 @@ class Recorded:
                 self._event = codec.decode(self.type, self.schema_version, self.data)
             except LogError as e:
                 place = f"position {self.position} ({self.stream} {self.version})"
-                raise type(e)(f"{place}: {e.message}", **e.details) from e
+                raise type(e)(f"the event at {place} can't be decoded: {e.message}", **e.details) from e
         return self._event
 
 
@@ -133,9 +133,9 @@ class Draft:
     metadata: bytes
 
     def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
-        """Set the events' positions, times and hashes, which follow the event at `position` with the hash `previous`.
+        """Give the events positions, times and chained hashes, as successors of the event at `position`.
 
-        Return the last event's position and hash.
+        `previous`: hash of that event. Return the last event's position and hash.
         """
         for item, body, recorded_at in zip(self.recorded, self.bodies, times, strict=False):
             position += 1
@@ -155,26 +155,26 @@ class Draft:
 def draft(writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None) -> Draft:
     """Check and encode the events of these writes, and return them as one commit. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
-    fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
+    metadata_fields: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
-        fields |= {"lease": lease.name, "epoch": lease.epoch}
+        metadata_fields |= {"lease": lease.name, "epoch": lease.epoch}
     try:
-        metadata_json = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+        metadata_json = orjson.dumps(metadata_fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
-    read_metadata = orjson.loads(metadata_json)
+    read_metadata = orjson.loads(metadata_json)  # as a reader of the log gets it
     prepared = Draft([], [], metadata_json)
     for write in writes:
         _check_name("stream", write.stream)
         checked = [codec.check(event) for event in write.events] if write.checked is None else write.checked
-        pairs = zip(write.events, checked, strict=True)
-        for version, (event, (data, read_back)) in enumerate(pairs, write.expected_version + 1):
+        events_and_data = zip(write.events, checked, strict=True)
+        for version, (event, (data, read_back)) in enumerate(events_and_data, write.expected_version + 1):
             kind, schema_version = type(event).__name__, event.schema_version
             prepared.bodies.append(schema.body_hash(
                 stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
                 metadata=metadata_json, commit_id=commit_id, commit_index=len(prepared.bodies),
             ))
-            prepared.recorded.append(Recorded(
+            prepared.recorded.append(Recorded(  # `Draft.place` sets position, time and hash
                 position=0, stream=write.stream, version=version, type=kind, schema_version=schema_version, data=data,
                 metadata=read_metadata, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
             ))
@@ -215,7 +215,7 @@ _offsets: list[float] = []
 def clock_offset() -> float:
     """Return the wall clock minus the monotonic clock, in seconds.
 
-    Repeated calls return the same value until the wall clock is set, so that an event gets the same time each time.
+    Calls return the same value until the wall clock is set, so that several reads of an event give the same time.
     """
     offset = time.time() - clock.monotonic()
     if not _offsets or abs(_offsets[-1] - offset) > clock.STEP_SECONDS:

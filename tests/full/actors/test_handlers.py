@@ -58,7 +58,7 @@ class Place(LiveLog):
         self.turn()
 
     def turn(self) -> None:
-        self.handlers.check()
+        self.handlers.answer_requests()
         super().turn()
 
     def submit(self, batch_id: int) -> None:
@@ -169,7 +169,7 @@ def test_a_pipeline_run_for_an_unwritten_turn_counts_for_nothing(place: Place, m
                          retry=False, blamed=True),
     ]
     place.live.record_batch(1, last)
-    place.handlers.check()
+    place.handlers.answer_requests()
     assert len(jobs) == 1
     assert place.live.turn.follow_up_seconds > 0
     place.live.load()

@@ -409,7 +409,7 @@ def test_verify_knows_what_a_lease_can_be(place: Place, tmp_path: Path) -> None:
     with open_log(url) as log:
         problems = "\n".join(log.verify())
     assert "LeaseHeld): it can't follow what came before it: LeaseHeld does not fit lease es-1" in problems
-    assert "LeaseReleased names lease es-2, which is not taken" in problems
+    assert "LeaseReleased is of lease es-2, which no LeaseTaken" in problems
     assert "LeaseTaken): the attempt that took it was not running on that runner" in problems
 
 

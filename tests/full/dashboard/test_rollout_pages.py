@@ -200,7 +200,7 @@ def test_a_runner_shows_its_lives_what_they_cost_its_weights_and_what_it_ran(sam
 
 def test_weights_count_what_each_version_made_of_what_was_delivered(sample: TestClient, log: Log) -> None:
     made: dict[int, int] = {}
-    for recorded in log.rare(["BatchFinalized"]):
+    for recorded in log.read_rare(["BatchFinalized"]):
         for count, version in recorded.event.model_versions:  # type: ignore[attr-defined]  # only BatchFinalized are read
             made[version] = made.get(version, 0) + count
     trained = [fold_timeline(log.events(row.batch_id)) for row in log.batches(batch_type="train")]

@@ -27,7 +27,7 @@ def checkpoint(folder: Path) -> str:
 def engine(tmp_path: Path) -> VLLMEngine:
     built = VLLMEngine(EngineConfig(model_path=checkpoint(tmp_path / "old")))
     checkpoint(tmp_path / "new")
-    built._llm, built._dead = StandIn(), None
+    built._llm, built._why_dead = StandIn(), None
     return built
 
 

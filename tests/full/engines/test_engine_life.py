@@ -118,7 +118,7 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
     pytest.importorskip("vllm")
     (tmp_path / "config.json").write_text("{}")
     engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
-    engine._llm, engine._dead = Forgetful(), None
+    engine._llm, engine._why_dead = Forgetful(), None
     asked = asyncio.create_task(engine._last_output([1], None))
     given_up = asyncio.create_task(engine._last_output([1], None))
     await asyncio.sleep(0)
@@ -178,7 +178,7 @@ async def test_an_engine_whose_task_on_the_event_loop_ended_is_dead(tmp_path: Pa
     (tmp_path / "config.json").write_text("{}")
     engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
     llm: Any = Forgetful()
-    engine._llm, engine._dead = llm, None
+    engine._llm, engine._why_dead = llm, None
     assert engine.dead is None
     llm.errored, llm.is_running = True, False  # as vLLM's AsyncLLM says where its output handler is done
     assert engine.dead == "vLLM's task on the event loop ended"
@@ -207,7 +207,7 @@ class Two(Forgetful):
 def speculating(folder: Path, *logprobs: float) -> VLLMEngine:
     (folder / "config.json").write_text("{}")
     engine: Any = VLLMEngine(EngineConfig(model_path=str(folder), options=NGRAM))
-    engine._llm, engine._dead, engine.version = Two(*logprobs), None, "vllm 0 on cpu"
+    engine._llm, engine._why_dead, engine.version = Two(*logprobs), None, "vllm 0 on cpu"
     engine.tokenizer = ByteTokenizer()
     return engine  # type: ignore[no-any-return]
 

@@ -75,7 +75,7 @@ def test_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, othe
     live = Live(gpu)
     try:
         state = {name: tensor.to("cuda:1") for name, tensor in state_of(other).items()}
-        place = shared_memory.write_memory(config, 1, state)
+        place = shared_memory.write_to_shared_memory(config, 1, state)
         port = free_port()
         made: list[WeightSender] = []
 
@@ -93,7 +93,7 @@ def test_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, othe
         np.testing.assert_allclose(sent, live.run(live.engine.logprobs(PROMPT)), atol=1e-4)
     finally:
         live.close()
-        shared_memory.forget_memory(config, keep="")
+        shared_memory.free_shared_memory(config, keep="")
 
 
 def test_trap_9_what_is_kept_is_bit_equal_and_the_rest_is_as_close_as_two_undisturbed_answers(tiny: Path) -> None:

@@ -349,14 +349,14 @@ def test_an_engine_that_is_dead_is_told_and_to_whoever_has_to_replace_it(live: L
         server.on_dead = told.append
         session = Session(live, server)
         session.openai.completions.create(model="tiny", prompt="c=")
-        live.engine._dead = "its process ended"
+        live.engine._why_dead = "its process ended"
         try:
             for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO}),
                                ("/v1/completions", {"prompt": "a", "stream": True})):
                 error = session.post(path, body, 503)["error"]
                 assert (error["code"], "its process ended" in error["message"]) == ("engine_failed", True)
         finally:
-            live.engine._dead = None
+            live.engine._why_dead = None
     assert len(told) == 3
     assert session.model.engine_error is not None
     assert session.model.engine_error.details["dead"]

@@ -41,7 +41,7 @@ def served(live: Live) -> list[float]:
 def config(tiny: Path, tmp_path: Path) -> Iterator[Config]:
     made = Config.from_dict({"model": {"model_path": str(tiny)}}, folder=tmp_path)
     yield made
-    shared_memory.forget_memory(made, keep="")
+    shared_memory.free_shared_memory(made, keep="")
     assert not shared_memory.memory_dir(made).exists()
 
 
@@ -57,7 +57,7 @@ def sender(live: Live) -> WeightSender:
 
 def test_p34_logprobs_after_a_sync_from_memory_are_those_of_torch(live: Live, other: Path, config: Config) -> None:
     before = served(live)
-    folder = shared_memory.write_memory(config, 1, state_of(other))
+    folder = shared_memory.write_to_shared_memory(config, 1, state_of(other))
     assert str(folder).startswith("/dev/shm/")
     live.run(live.engine.load_weights(1, str(folder)))
     assert live.engine.model_version == 1
@@ -69,7 +69,7 @@ def test_p34_logprobs_after_a_transfer_are_those_of_torch_and_requests_in_flight
     live: Live, other: Path, config: Config, sender: WeightSender
 ) -> None:
     state = state_of(other)
-    folder = shared_memory.write_memory(config, 2, state)
+    folder = shared_memory.write_to_shared_memory(config, 2, state)
     long = live.spawn(live.engine.generate(PROMPT, Sampling(max_tokens=200, ignore_eos=True)))
     sending = threading.Thread(target=sender.send, args=(state,), daemon=True)
     sending.start()
@@ -87,7 +87,7 @@ def test_p34_a_transfer_that_fails_leaves_the_old_weights_served(
 ) -> None:
     before = served(live)
     state = state_of(other)
-    folder = shared_memory.write_memory(config, 3, state)
+    folder = shared_memory.write_to_shared_memory(config, 3, state)
     bad = {name: tensor * float("nan") for name, tensor in state.items()}
     sending = threading.Thread(target=sender.send, args=(bad,), daemon=True)
     sending.start()
@@ -107,7 +107,7 @@ def test_p34_a_trainer_that_dies_in_a_transfer_leaves_the_old_weights_served(
 ) -> None:
     before = served(live)
     state = state_of(other)
-    folder = shared_memory.write_memory(config, 4, state)
+    folder = shared_memory.write_to_shared_memory(config, 4, state)
     receiving = live.spawn(live.engine.receive_weights(4, str(folder), 60.0))
     sender.send({name: state[name] for name in sorted(state)[:9]})
     sender.group = None

@@ -57,21 +57,21 @@ def test_they_are_those_of_a_reading_of_everything(mixed: EventLog, page: int, m
     for types in (None, ["BatchTrained"], ["TaskDropped", "BatchTrained"], ["OutputFailed"], []):
         for after, before in ((0, None), (4, 33), (5, 6), (33, 33), (100, None)):
             expected = found(mixed, types, after=after, before=before)
-            up = [r.position for r in mixed.rare(types, after=after, before=before)]
-            down = [r.position for r in mixed.rare(types, after=after, before=before, descending=True)]
+            up = [r.position for r in mixed.read_rare(types, after=after, before=before)]
+            down = [r.position for r in mixed.read_rare(types, after=after, before=before, descending=True)]
             assert (up, down) == (expected, expected[::-1])
             for limit in (1, 4):
-                some = mixed.rare(types, after=after, before=before, limit=limit)
-                last = mixed.rare(types, after=after, before=before, limit=limit, descending=True)
+                some = mixed.read_rare(types, after=after, before=before, limit=limit)
+                last = mixed.read_rare(types, after=after, before=before, limit=limit, descending=True)
                 assert [r.position for r in some] == expected[:limit]
                 assert [r.position for r in last] == expected[::-1][:limit]
     assert len(found(mixed, None)) == 10
-    assert next(mixed.rare(["WeightsPublished"])).event == WeightsPublished(version=1, path="w")
+    assert next(mixed.read_rare(["WeightsPublished"])).event == WeightsPublished(version=1, path="w")
 
 
 def test_a_bulk_type_is_refused(mixed: EventLog) -> None:
     with pytest.raises(ValueError, match="TaskFinished: bulk types have no index"):
-        list(mixed.rare(["BatchTrained", "TaskFinished"]))
+        list(mixed.read_rare(["BatchTrained", "TaskFinished"]))
 
 
 def test_the_query_uses_the_index_and_bulk_is_not_in_it(mixed: EventLog) -> None:
@@ -84,7 +84,7 @@ def test_the_query_uses_the_index_and_bulk_is_not_in_it(mixed: EventLog) -> None
             bound.append(parameters)
 
     bound: list[tuple[object, ...]] = []
-    list(mixed.rare(["BatchTrained", "TaskDropped"], after=3, limit=2))
+    list(mixed.read_rare(["BatchTrained", "TaskDropped"], after=3, limit=2))
     with mixed.engine.begin() as connection:
         if mixed.dialect == "sqlite":
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {asked[0]}", bound[0]).all()

@@ -97,7 +97,7 @@ class TestAgainstTheLog:
         later = write(log, 3)
         assert later[-1].generation == "anew"
         assert log.verify() == []
-        stored = next(log.rare(["RewindAccepted"])).event
+        stored = next(log.read_rare(["RewindAccepted"])).event
         assert stored == event
         assert isinstance(stored, RewindAccepted)
         rewind(open_log(), 4)

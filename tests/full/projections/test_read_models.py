@@ -295,7 +295,7 @@ def test_weights_are_chosen_and_counted(log: Log) -> None:
 
 def test_versions_that_made_what_was_delivered_are_counted(log: Log) -> None:
     made: dict[int, list[tuple[str, int]]] = {}
-    for recorded in log.rare(["BatchFinalized"], descending=True):
+    for recorded in log.read_rare(["BatchFinalized"], descending=True):
         for version in {v for _, v in recorded.event.model_versions}:
             here = sum(count for count, v in recorded.event.model_versions if v == version)
             made.setdefault(version, []).append((recorded.stream, here))
@@ -312,7 +312,7 @@ def test_the_overview_has_the_run_s_ends_its_curves_and_its_last_events(log: Log
     assert [(p.step, p.name) for p in seen.evals] == [(n, "letters") for n in (10, 20, 30, 40)]
     assert [p.value for p in seen.staleness] == [r.staleness for r in log.batches(sort="ended")
                                                  if r.staleness is not None]
-    assert [r.position for r in seen.recent] == [r.position for r in log.rare(limit=7, descending=True)]
+    assert [r.position for r in seen.recent] == [r.position for r in log.read_rare(limit=7, descending=True)]
     assert sum(seen.tasks_dropped.values()) == sum(row.dropped for row in log.batches())
     assert "finalized with N tasks, enough" in seen.tasks_dropped
     assert throughput([], 5.0) == []

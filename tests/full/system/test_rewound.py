@@ -72,7 +72,7 @@ def refused(client: RolloutClient, match: str = "restored from an older copy") -
 
 def births(url: str) -> int:
     with open_log(url) as log:
-        return sum(1 for _ in log.rare(["CoordinatorStarted"]))
+        return sum(1 for _ in log.read_rare(["CoordinatorStarted"]))
 
 
 @pytest.mark.postgres
@@ -119,7 +119,7 @@ def test_a_database_that_fails_over_to_an_older_copy_stops_the_work_until_a_pers
     again = start_system(**on(url))
     play(again, 2, 4)
     play(client, 5)  # who remembers the lost part goes on too
-    event = next(again.log.rare(["RewindAccepted"])).event
+    event = next(again.log.read_rare(["RewindAccepted"])).event
     assert (event.reason, event.kept) == ("the old primary burnt", left)
     assert again.log.verify() == []
     assert "positions" in command("events", "--log", url)[1]

@@ -64,7 +64,7 @@ def memory() -> Any:
 def spans(path: Path, batch_id: int | str, parts: Mapping[str, Sequence[JournalPart]] | None = None) -> list[Any]:
     with open_log(str(path)) as log:
         return list(spans_of(
-            fold_timeline(log.events(batch_id)), batch_stream(batch_id), log.head().generation, parts=parts,
+            fold_timeline(log.events(batch_id)), batch_stream(batch_id), log.head().generation, journals=parts,
         ))
 
 

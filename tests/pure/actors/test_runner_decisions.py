@@ -120,7 +120,7 @@ def test_a_publication_that_would_mix_versions_is_refused(new: Weights, message:
 
 def test_a_runner_that_has_served_goes_on_with_what_it_had_and_one_that_has_not_fails() -> None:
     result = WeightsLoadResult("runner-0", 2, 3, 0.1, "no such file")
-    assert types(weights.apply_load_result(life(served=True), result, MEMORY, path_gone=True)) == ["WeightsFailed"]
+    assert types(weights.apply_load_result(life(was_current=True), result, MEMORY, path_gone=True)) == ["WeightsFailed"]
     failed, ended = weights.apply_load_result(life(), result, MEMORY, path_gone=True)
     assert (type(failed), type(ended)) == (ev.WeightsFailed, ev.RunnerFailed)
     assert "a restart of the machine empties: publish them again" in ended.reason  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_a_runner_that_has_served_goes_on_with_what_it_had_and_one_that_has_not_
 
 @pytest.mark.parametrize("served", [True, False])
 def test_a_runner_that_tries_again_in_vain_is_no_news(served: bool) -> None:
-    tried = life(served=served)
+    tried = life(was_current=served)
     lives: Lives = {(tried.name, tried.incarnation): tried}
     result = WeightsLoadResult(tried.name, tried.incarnation, 3, 0.1, "no such file")
     for event in weights.apply_load_result(tried, result, MEMORY, path_gone=False):
@@ -166,12 +166,12 @@ def folded(names: list[tuple[str, int]], current: Weights = NOTHING) -> RunnerLi
 
 def test_a_life_has_served_when_it_had_what_was_current() -> None:
     up = [("RunnerStarted", 1), ("RunnerReady", 1)]
-    assert folded(up).served  # before anything was published
-    assert not folded(up, Weights(2, "/p", "checkpoint")).served
-    assert folded([*up, ("WeightsLoaded", 1)], Weights(2, "/p", "checkpoint")).served
-    assert not folded([*up, ("WeightsFailed", 1)], Weights(2, "/p", "checkpoint")).served
-    assert not folded([*up, ("RunnerLost", 1), ("RunnerStarted", 2)]).served  # another life
-    assert folded([*up, *up[:1]]).served  # another coordinator
+    assert folded(up).was_current  # before anything was published
+    assert not folded(up, Weights(2, "/p", "checkpoint")).was_current
+    assert folded([*up, ("WeightsLoaded", 1)], Weights(2, "/p", "checkpoint")).was_current
+    assert not folded([*up, ("WeightsFailed", 1)], Weights(2, "/p", "checkpoint")).was_current
+    assert not folded([*up, ("RunnerLost", 1), ("RunnerStarted", 2)]).was_current  # another life
+    assert folded([*up, *up[:1]]).was_current  # another coordinator
 
 
 NAMES = ["RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",

@@ -49,7 +49,7 @@ def config(tmp_path: Path) -> Iterator[Config]:
     save_file(state(), str(model / "model.safetensors"))
     made = Config.from_dict({"model": {"model_path": str(model)}}, folder=tmp_path)
     yield made
-    shared_memory.forget_memory(made, keep="")
+    shared_memory.free_shared_memory(made, keep="")
     assert not shared_memory.memory_dir(made).exists()
 
 
@@ -59,7 +59,7 @@ def left(config: Config) -> list[str]:
 
 # --- shared memory --------------------------------------------------------------------------------------------------
 def test_p34_what_is_written_to_memory_is_a_checkpoint_of_the_same_numbers(config: Config) -> None:
-    folder = shared_memory.write_memory(config, 1, state(1))
+    folder = shared_memory.write_to_shared_memory(config, 1, state(1))
     assert folder.parent == shared_memory.memory_dir(config)
     assert str(folder).startswith("/dev/shm/")
     assert (folder / "config.json").is_file()
@@ -86,14 +86,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 def test_p34_wrong_weights_are_refused_by_name_before_anybody_hears_of_them(config: Config, what: str) -> None:
     given, kind, message = WRONG[what]
     with pytest.raises(kind, match=message):
-        shared_memory.write_memory(config, 1, given)
+        shared_memory.write_to_shared_memory(config, 1, given)
     assert left(config) == []
 
 
 def test_p34_memory_that_is_short_says_so_and_leaves_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(SyncError, match=r"/dev/shm has .* GiB free: enlarge it, or set synchronizer\.sync_method"):
-        shared_memory.write_memory(config, 1, state())
+        shared_memory.write_to_shared_memory(config, 1, state())
     assert left(config) == []
 
 
@@ -104,12 +104,12 @@ def test_p34_a_write_that_fails_half_way_leaves_nothing(config: Config, monkeypa
 
     monkeypatch.setattr(shared_memory, "_save", full)
     with pytest.raises(SyncError, match="No space left"):
-        shared_memory.write_memory(config, 1, state())
+        shared_memory.write_to_shared_memory(config, 1, state())
     assert left(config) == []
 
 
 def test_p34_a_file_cut_short_is_named(config: Config) -> None:
-    folder = shared_memory.write_memory(config, 1, state())
+    folder = shared_memory.write_to_shared_memory(config, 1, state())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     told = why_unloadable(str(folder), None, False)
@@ -117,7 +117,7 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
 
 
 def test_p34_a_weight_that_is_not_there_is_a_keyerror_with_near_names(config: Config) -> None:
-    folder = shared_memory.write_memory(config, 1, state())
+    folder = shared_memory.write_to_shared_memory(config, 1, state())
     with pytest.raises(KeyError, match=r"did you mean model.norm.weight") as wrong:
         read_tensor(folder, "model.norm.wieght")
     assert isinstance(wrong.value, WeightNotFound)
@@ -227,7 +227,7 @@ def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     registry = RunnerRegistry(live, sender)  # type: ignore[arg-type]  # stand-ins
     fleet = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
     for name in names:
-        live.lives[name, 1] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
+        live.lives[name, 1] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, was_current=True)
         fleet.registry.runners[name] = RunnerRecord(live.lives[name, 1], f"address of {name}")
     return fleet, live, sender
 
@@ -374,7 +374,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
         (tmp_path / name / "config.json").write_text("{}")
         save_file({"w": np.zeros(2, np.float32), "a": np.zeros(1, np.float16)}, str(tmp_path / name / "m.safetensors"))
     built = VLLMEngine(EngineConfig(model_path=str(tmp_path / "old")))
-    built._llm, built._dead = Transferring(), None
+    built._llm, built._why_dead = Transferring(), None
     return built
 
 

@@ -90,7 +90,7 @@ def test_the_run_counts_the_tokens_of_both_tries_and_the_tasks_of_the_last(tmp_p
         assert log.check_result(1)[0] == log.check_result(1)[1]
     assert (run["batches"], run["failed_attempts"]) == (1, 2)
     assert (row.finished, row.failed, row.failed_attempts, row.trained_step) == (2, 0, 0, 1)
-    assert (told.earlier, told.turns[0][1]) == (1, "submitted again: try 2")
+    assert (told.earlier_submissions, told.turns[0][1]) == (1, "submitted again: try 2")
     with EventLog.open(str(path), projectors=projectors()) as opened:
         opened.rebuild()
     with open_log(str(path)) as log:

@@ -27,7 +27,7 @@ from trinity_es.projections.tables.batch_queries import BatchRow
 __all__ = ["combine_seconds", "concurrent_groups", "read_history"]
 
 MIN_GROUP_SIZE = 50
-"""Least number of batches that are replayed together. A long log is split, since it does not fit into memory."""
+"""Least number of batches that are simulated together. A long log is split, since it does not fit into memory."""
 TURN_SECONDS = 1e-4
 """Turns of the coordinator that were committed together get times this far apart, to keep their order."""
 NEEDED_KEYS = (
@@ -67,9 +67,9 @@ class _Flight:
 
 
 def concurrent_groups(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield the chosen batches (None: all) and those open at the same time, in groups of MIN_GROUP_SIZE or more.
+    """Yield the chosen batches (None: all) and those open at the same time, in groups that never overlap in time.
 
-    Batches of different groups never overlap in time. Raises DataError if no batch can be replayed.
+    Each group but the last has MIN_GROUP_SIZE batches or more. Raises DataError if no batch can be simulated.
     """
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
@@ -111,7 +111,7 @@ def read_history(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) 
     ]
     _set_overheads(flights, lives, config, last_at)
     updates = _weights_updates(log, first, last)
-    pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
+    pace = next((r.event for r in log.read_rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
     seconds = [f.seconds for f in flights if f.ended_at is not None]
     unit_seconds = median(seconds) if seconds and any(r.first_position < first for r in rows) else None
     anchors: list[tuple[float, Anchor]] = [(batches[0].submitted_at, ("begin", None))]
@@ -287,7 +287,7 @@ def _set_overheads(flights: Iterable[_Flight], lives: Iterable[Life], config: di
 def _serving_lives(log: Log, last: int) -> list[Life]:
     """Return the processes of runners of the rollout model that were ready by position `last`."""
     by_stream: dict[str, list[Recorded]] = {}  # read by type, because most events of a runner's stream are weight loads
-    for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):
+    for item in log.read_rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=last + 1):
         by_stream.setdefault(item.stream, []).append(item)
     lives: list[Life] = []
     for _, items in sorted(by_stream.items()):
@@ -313,7 +313,7 @@ def _serving_lives(log: Log, last: int) -> list[Life]:
 def _weights_updates(log: Log, first: int, last: int) -> list[WeightsUpdate]:
     """Return the weights published between two positions."""
     updates: dict[int, WeightsUpdate] = {}
-    for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=last + 1):
+    for item in log.read_rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=last + 1):
         event, at = item.event, item.recorded_at
         if isinstance(event, ev.WeightsPublished):
             updates.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))

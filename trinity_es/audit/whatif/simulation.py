@@ -82,7 +82,7 @@ class Simulation:
         self.past_batches = {b.batch_id: b for b in past.batches}
         self.states: dict[BatchId, BatchState] = {}
         self.additions = {b.batch_id: deque(a for a in b.additions if a.missing is not None) for b in past.batches}
-        """Tasks that the client will add to each batch, each time because a pipeline leaves too few groups."""
+        """Tasks that the client will add to each batch. It adds some whenever the pipeline has left too few groups."""
         self.awaited_ids: set[BatchId] = set()
         """Batches that a caller waits to finalize."""
         self.grace_begun_ids: set[BatchId] = set()
@@ -185,11 +185,11 @@ class Simulation:
         self._call_as_recorded(batch.submitted_at, lambda: self.submit(batch))
         submission: Anchor = ("submit", batch.batch_id)
         anchors = [submission]
-        earlier = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
-                   and b.submitted_at < batch.submitted_at and b.ended_at is not None]
+        batches_before = [b for b in self.past.batches if b.submitted.batch_type == batch.submitted.batch_type
+                          and b.submitted_at < batch.submitted_at and b.ended_at is not None]
         # The trainer asks for batches in order, unless the record shows otherwise.
-        if earlier and earlier[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
-            anchors.append(("end", earlier[-1].batch_id))
+        if batches_before and batches_before[-1].ended_at <= (batch.finalizing_at or math.inf):  # type: ignore[operator]  # not None
+            anchors.append(("end", batches_before[-1].batch_id))
         delay = 0.0
         if batch.was_requested_late and batch.finalizing_at is not None:
             anchor, delay = self.past.last_anchor_before(batch.finalizing_at)
@@ -237,15 +237,15 @@ class Simulation:
             self.states[batch_id] = evolve(self.states.get(batch_id), event)
 
     def submit(self, batch: PastBatch) -> None:
-        recorded, settings = batch.submitted, self.settings
-        min_wait_num = recorded.min_wait_num
-        if settings.over_rollout_ratio is not None and recorded.batch_type == "train":
+        original, settings = batch.submitted, self.settings
+        min_wait_num = original.min_wait_num
+        if settings.over_rollout_ratio is not None and original.batch_type == "train":
             share = 1 - settings.over_rollout_ratio
-            min_wait_num = None if share == 1 else math.ceil(round(len(recorded.repeat_times) * share, 9))
+            min_wait_num = None if share == 1 else math.ceil(round(len(original.repeat_times) * share, 9))
         submitted = replace(
-            recorded, tasks=None, tasks_digest=None, min_wait_num=min_wait_num,
-            max_attempts=recorded.max_attempts if settings.max_retry is None else 1 + settings.max_retry,
-            runs_per_unit=recorded.runs_per_unit if settings.runs_per_unit is None else settings.runs_per_unit,
+            original, tasks=None, tasks_digest=None, min_wait_num=min_wait_num,
+            max_attempts=original.max_attempts if settings.max_retry is None else 1 + settings.max_retry,
+            runs_per_unit=original.runs_per_unit if settings.runs_per_unit is None else settings.runs_per_unit,
         )
         self.apply_events(batch.batch_id, [submitted])
         self.reach_anchor(("submit", batch.batch_id))

@@ -132,7 +132,7 @@ class _Selection:
 
     def read(self, after: int) -> Iterator[Recorded]:
         if self._is_rare:
-            return filter(self._matches, self._log.rare(self._types, after=after))
+            return filter(self._matches, self._log.read_rare(self._types, after=after))
         return filter(self._matches, self._log.read(stream=self._stream, types=self._types, after=after))
 
     def follow(self, after: int) -> Iterator[Recorded]:
@@ -144,7 +144,7 @@ class _Selection:
         For frequent types, the search begins near the log's end and goes further back until there are enough.
         """
         if self._is_rare:
-            newest = filter(self._matches, self._log.rare(self._types, after=after, descending=True))
+            newest = filter(self._matches, self._log.read_rare(self._types, after=after, descending=True))
             return list(islice(newest, count))[::-1]
         if self._stream is not None:
             return list(self.read(after))[-count:]

@@ -126,7 +126,8 @@ def _write_trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
         rows = [log.batch_row(b) for b in chosen]
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
         batch_events = [log.events(r.batch_id, r.first_position - 1) for r in rows]
-        recorded = merge(*batch_events, log.rare(OTHER_TYPES, after=first, before=end + 1), key=lambda r: r.position)
+        other_events = log.read_rare(OTHER_TYPES, after=first, before=end + 1)
+        recorded = merge(*batch_events, other_events, key=lambda r: r.position)
     with export_file(path) as file:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)

@@ -59,7 +59,7 @@ def weights(
       trinity-es weights --adapters --json
     """
     with open_chosen(log, config) as opened:
-        adapter_versions = [] if as_json and not adapters else adapter_history(opened.rare(ADAPTER_EVENTS))
+        adapter_versions = [] if as_json and not adapters else adapter_history(opened.read_rare(ADAPTER_EVENTS))
         if adapters:
             if as_json:
                 print_json([asdict(adapter) for adapter in adapter_versions])

@@ -78,7 +78,7 @@ class RunView:
         begun_at = time.monotonic()
         if self._live is None:
             if (head := log.head().position) > self.position:
-                for recorded in log.rare(PRINTED_TYPES, after=self.position, before=head + 1):
+                for recorded in log.read_rare(PRINTED_TYPES, after=self.position, before=head + 1):
                     self.position = recorded.position
                     if line := self._line(log, recorded):
                         self._out.print(Text(line), soft_wrap=True)
@@ -194,7 +194,7 @@ def kept_tokens(log: Log, row: BatchRow) -> int:
     They were generated after the log's last event, so their time is not part of `open_seconds`.
     """
     tokens_by_unit = dict[tuple[int, int], tuple[int, str, int]]()  # a later record includes the earlier ones
-    for recorded in log.rare(["AttemptKept"], after=row.first_position - 1):
+    for recorded in log.read_rare(["AttemptKept"], after=row.first_position - 1):
         if isinstance(event := recorded.event, ev.AttemptKept) and recorded.stream == batch_stream(row.batch_id):
             tokens_by_unit[event.task, event.run_id_base] = event.tokens, event.runner, event.incarnation
     if not tokens_by_unit:
@@ -208,7 +208,7 @@ def open_seconds(log: Log, row: BatchRow, end: Recorded) -> float:
     """Return the seconds from a batch's submission to this event, without clock steps and coordinator outages."""
     outages = [(begin, stop) for begin, stop in log.without_coordinator(row.first_position) if stop <= end.recorded_at]
     clock_steps = [(recorded.recorded_at, recorded.event.seconds)
-                   for recorded in log.rare(["ClockStepped"], after=row.first_position, before=end.position)
+                   for recorded in log.read_rare(["ClockStepped"], after=row.first_position, before=end.position)
                    if isinstance(recorded.event, ev.ClockStepped)]
     # Clock steps during an outage are part of the outage's seconds.
     stepped_seconds = sum(seconds for at, seconds in clock_steps

@@ -112,9 +112,9 @@ def read_overview(log: Log, now: float | None = None, followed: Followed | None 
         overview.waiting = [str(why).splitlines()[0] for why in answers if why.batch_id in open_ids]
     first = min((row.first_position for row in overview.open_batches), default=head)
     open_streams = {batch_stream(row.batch_id) for row in overview.open_batches}
-    stalls = log.rare(["StallDetected"], after=first, limit=100, descending=True)
+    stalls = log.read_rare(["StallDetected"], after=first, limit=100, descending=True)
     overview.stalls = list(islice((r for r in stalls if r.stream in open_streams), 5))
-    overview.last = list(log.rare(NOTABLE, limit=12, descending=True))[::-1]
+    overview.last = list(log.read_rare(NOTABLE, limit=12, descending=True))[::-1]
     _measure_throughput(log, overview)
     return overview
 

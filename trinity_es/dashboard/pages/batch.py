@@ -144,7 +144,7 @@ def _group_metrics(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
 
 def _first_submission(request: PageRequest, **range_options: Any) -> Any:
     """Return the id of the first batch that was submitted in a range of positions; None if there is none."""
-    submission = next(request.log.rare(["BatchSubmitted"], limit=1, **range_options), None)
+    submission = next(request.log.read_rare(["BatchSubmitted"], limit=1, **range_options), None)
     return None if submission is None else orjson.loads(submission.data)["batch_id"]
 
 

@@ -30,7 +30,7 @@ def events(request: PageRequest) -> Page:
     rare = request.choice("kind", ("all", "rare"), "all") == "rare"
     before = request.number("before", request.position + 1, low=1, high=request.position + 1)
     if rare:
-        rows = list(request.log.rare(before=before, limit=EVENTS_PER_PAGE, descending=True))
+        rows = list(request.log.read_rare(before=before, limit=EVENTS_PER_PAGE, descending=True))
     else:
         page_events = request.log.read(after=max(0, before - 1 - EVENTS_PER_PAGE)) if before > 1 else ()
         rows = list(takewhile(lambda recorded: recorded.position < before, page_events))[::-1]

@@ -41,7 +41,7 @@ class Bar:
 
 def _log_period(request: PageRequest) -> Window:
     """Return the time from the log's first to its last event; 0 to 1 for an empty log."""
-    first = next(request.log.rare(limit=1), None)
+    first = next(request.log.read_rare(limit=1), None)
     last = next(request.log.events(after=max(0, request.position - 1)), first)
     if first is None or last is None:
         return Window(0.0, 1.0)
@@ -159,7 +159,7 @@ def _newest_events(request: PageRequest, name: str, incarnation: int | None) -> 
     """
     stream, type_groups = f"runner/{name}", (WEIGHTS_EVENTS, LIFE_EVENTS)
     if incarnation is None:
-        log_ends = [islice(request.log.rare(types, descending=True), 50 * MAX_EVENTS) for types in type_groups]
+        log_ends = [islice(request.log.read_rare(types, descending=True), 50 * MAX_EVENTS) for types in type_groups]
         event_lists = [[r for r in log_end if r.stream == stream][:MAX_EVENTS] for log_end in log_ends]
         if all(len(events) == MAX_EVENTS for events in event_lists):
             return event_lists

@@ -23,7 +23,7 @@ def weights(request: PageRequest) -> Page:
     total, deliveries = request.log.count_weights(), request.log.deliveries_by_version()
     number, pages = request.page_number(total, PER_PAGE)
     versions = request.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
-    adapter_events = list(request.log.rare(ADAPTER_EVENTS, descending=True, limit=MAX_ADAPTER_EVENTS))
+    adapter_events = list(request.log.read_rare(ADAPTER_EVENTS, descending=True, limit=MAX_ADAPTER_EVENTS))
     adapters = adapter_history(reversed(adapter_events))
     return Page(
         template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/", "adapter/"),
@@ -41,7 +41,7 @@ def _version_page(request: PageRequest, version: int) -> Page:
     loads_at_start = [
         WeightsLoad(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
                     seconds=r.event.load_seconds, error=None)
-        for r in request.log.rare(["RunnerReady"])
+        for r in request.log.read_rare(["RunnerReady"])
         if isinstance(r.event, ev.RunnerReady) and r.event.model_version == version
     ]
     loads = [(load, "started with it") for load in loads_at_start]
