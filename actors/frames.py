@@ -52,7 +52,7 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian is untyped
     """Buffer for one incoming frame. It replaces Thespian's buffer, which keeps all incoming bytes."""
 
     def __init__(self, key: bytes, *ports: int) -> None:
-        """`ports`: the ports for which the frame may be sealed."""
+        """`ports`: this process's ports. A frame is accepted if its sender sealed it for one of them."""
         super().__init__()
         self._key, self._ports = key, ports
         self.port: int | None = None

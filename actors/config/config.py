@@ -69,7 +69,7 @@ class RunConfig(Section):
         return {"rollout": self.rollout, **self.auxiliary}
 
     def plain(self) -> dict[str, Any]:
-        """Return the config as plain JSON, in which secrets are marked as such."""
+        """Return the config as plain JSON. Secrets stay readable, each as a `Secret`, a marked text."""
         data: dict[str, Any] = marked(self.model_dump(by_alias=True))
         return data
 

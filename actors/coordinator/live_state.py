@@ -57,7 +57,7 @@ REMEMBERED_BATCHES = 64
 
 @dataclass(slots=True)
 class Loaded:
-    """Everything that was open in the log when it was read."""
+    """Batches, runners and leases that were open in the log when a coordinator read it at its start."""
 
     batches: dict[BatchId, BatchState]
     greatest_id: int

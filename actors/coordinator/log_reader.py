@@ -80,7 +80,7 @@ class Reader:
 
 
 class Watch:
-    """Thread that probes the database once a second; its methods are safe for any thread."""
+    """Thread that checks once a second whether the database answers. Any thread may ask it for the result."""
 
     def __init__(
         self, is_reachable: Callable[[], bool], now: Callable[[], float], on_rewound: Callable[[LogRewound], None]

@@ -243,7 +243,7 @@ class LogSession:
                 call()
 
     def reset_pauses_if_calm(self) -> None:
-        """Log that the trouble is over and reset the pauses, once nothing failed for a while."""
+        """If the database has not failed for a while, log that, and let pauses between retries begin small."""
         is_calm = self._host.now() - self._open_since > CALM_SECONDS
         if self.running and self._logged_error and self.writer.written and is_calm:
             self._host.log.info("the log is written again")

@@ -123,7 +123,7 @@ class SenderMarkChecks:
             act()
 
     def note_runner(self, name: str) -> None:
-        """Note that a runner has sent its mark, or never will; after the last one, handle clients' requests."""
+        """Stop waiting for a runner's mark, which came or never will. After the last one handle clients' requests."""
         self.unheard_runners.discard(name)
         if not self.unheard_runners:
             self.stop_waiting_for_runners()

@@ -122,7 +122,7 @@ class RequestsInHand:
         self._write()
 
     def suspend_request(self, request: CommandRequest[Any]) -> None:
-        """Remove a request from the file while it waits for a read, and so can't end this coordinator."""
+        """Take a request out of the file of suspects while it waits for a read, and so can't end this process."""
         self._requests.pop(fingerprint(request), None)
         self._write()
 

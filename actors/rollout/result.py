@@ -143,7 +143,8 @@ def with_usage(result: RunResult, usage: Usage) -> RunResult:
 
 
 def _fork_metrics(usage: Usage, runs: int) -> dict[str, float]:
-    """Return the metric of conversation forks per run, for `runs` runs; {} if no prompt followed an answer."""
+    """Return the metric of a run's mean number of forks, prompts in which earlier answers were changed; {} if no prompt
+    followed an answer."""
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 

@@ -51,7 +51,7 @@ class LeaseReports(NumberedGroups[LeaseReport]):
             when_recorded.set_result(None)
 
     def _withdraw_taking(self, lease: str) -> None:
-        """Drop the "taken" change of a lease that its run gave up unconfirmed. Nothing was created for that lease.
+        """Drop the unconfirmed "taken" report of a lease that its run no longer wants. No sandbox was created for it.
 
         The coordinator may already have recorded and released it. If the change was sent again, it would be taken
         once more.

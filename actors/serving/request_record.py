@@ -65,7 +65,8 @@ class RequestRecord:
         return self.exact_ids(text) or ids
 
     def exact_ids(self, text: str) -> list[int] | None:
-        """Return a rendered prompt's ids, with the sampled ids of earlier answers; None if it continues no answer."""
+        """Return the ids of a rendered prompt, in which earlier answers have the ids that were sampled. Return None
+        if it continues no earlier answer."""
         if not (self.chat and self.keeps_answers):
             return None
         self.rendered = text

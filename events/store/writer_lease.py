@@ -71,7 +71,7 @@ def release(db: Database, lease: Lease) -> None:
 
 
 def check(lease: Lease, epoch: int | None) -> None:
-    """Raise Fenced if the lease's epoch in the log is another one, because another writer took the lease."""
+    """Raise Fenced if `epoch`, as the log has it, is not the lease's: another writer took the lease."""
     if epoch != lease.epoch:
         raise Fenced(
             f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "

@@ -289,10 +289,10 @@ def add_lost_attempt(
     connection: sa.Connection, item: Recorded, event: ev.AttemptFailed,
     dispatches: dict[tuple[str, str, int], Dispatched], system_ends: dict[str, float | None],
 ) -> None:
-    """Add an attempt that was lost with its runner to the row of the runner's life.
+    """Add an attempt that was lost with its runner's process to the row of that process, an incarnation of the runner.
 
-    The dispatch time is read from the log in this transaction. `dispatches` caches dispatch times by stream and life,
-    `system_ends` caches times of `_system_end` by commit id.
+    The two dicts are caches of what this function reads in the log: `dispatches` has dispatch times by stream, runner
+    and incarnation, `system_ends` the end of the previous system by commit id.
     """
     life_key = _life_key(event)
     life = _BEGIN_AND_END.first(connection, life_key)

@@ -129,8 +129,8 @@ async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any,
 class TrainerProcess(RunProcess):
     """Trainer of mode `train`, beside an explorer of the same config in mode `explore`.
 
-    It waits for the explorer's actor system, trains on the generated steps, and ends with the run. Each of the two
-    processes may end and be started again at any time.
+    It waits for the explorer's actor system, trains on what the explorer generates, and ends after the last
+    step. Each of the two processes may end and be started again at any time.
     """
 
     roles = ("trainer",)

@@ -122,7 +122,7 @@ class RunnerHandlers:
                     self._finish_question(question_id)
 
     def _finish_question(self, question_id: str) -> None:
-        """Pass the states to the question's `done`. For runners that did not answer, these are the recorded states."""
+        """Call a question's `done` with the state of each runner: its answer, or the recorded state if it gave none."""
         question = self._questions.pop(question_id)
         known_names = question.answers.keys() | self.registry.runners.keys()  # after a reload runners are missing
         names = [n for n in question.names if n in known_names]

@@ -238,7 +238,7 @@ class Turns:
         return None
 
     def _text_after_respaced_answer(self, turn: Turn, after_prompt: str) -> str | None:
-        """Like `_text_after_answer`, but also ignore white space and blank reasoning at marks within the answer.
+        """Like `_text_after_answer`, but ignore white space and blank reasoning between the parts of an answer.
 
         Clients strip the text before a tool call, drop it if it is blank, and add blank reasoning. Templates write
         their own white space between the parts of an answer.

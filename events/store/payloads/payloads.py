@@ -126,7 +126,8 @@ def settle_place(url: str, wanted: str, *, durability: Durability = "power") -> 
 
 
 def _require_no_payloads(url: str, place: str, wanted: str) -> None:
-    """Raise ConfigError if the log records a place, or has payloads at its default place."""
+    """Raise ConfigError if the log has its payloads elsewhere than at `wanted`, the place in the config: at a recorded
+    place, or at `place`, its default."""
     if not place:
         try:
             with closing(open_place(url, place, create=False)) as store:

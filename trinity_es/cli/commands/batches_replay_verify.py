@@ -174,7 +174,8 @@ def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
 
 
 def _batch_of_id(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
-    """Return the batch of a batch's or experience's id, and for an experience (task, run). Raises BatchNotFound."""
+    """Read `text`, the id of a batch or of an experience. Return the batch's id, and an experience's (task, run), else
+    None. Raises BatchNotFound."""
     parts = text.rsplit("/", 4)
     try:
         return common.find_batch(log, text), None
