@@ -49,7 +49,7 @@ class Score:
         return [self._score_one(*arguments) for arguments in zip(prompts, completions, entry, strict=True)]
 
     def _score_one(self, prompt: Any, completion: Any, entry: str) -> float:
-        """Return the score of a completion, a text or chat messages that end with the answer, for this dataset entry."""
+        """Return the score of a completion, a text or chat messages that end with the answer, for this entry."""
         text = completion if isinstance(completion, str) else completion[-1]["content"]
         answer = text if self._tag is None else _require_package().utils.extract_answer(text, tag_name=self._tag)
         full_entry = {"question": prompt, **ast.literal_eval(entry)}
