@@ -170,7 +170,7 @@ def _judged_process() -> psutil.Process | None:
 
 
 @pytest.mark.parametrize(("truth", "says"), [
-    ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "inputs of the function 'add', .* write each test as code"),
+    ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "inputs of the function 'add', .* write each test"),
     *((truth, "the row's tests are ") for truth in (
         None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": 3},
         {"inputs": ["1"], "outputs": None})),
