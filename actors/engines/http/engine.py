@@ -249,7 +249,7 @@ class HTTPEngine(ServerWeights):
         self._require_alive()
 
     async def _test_server(self) -> bool:
-        """Test a server that failed a request. Return True if it works, False if unknown. Raises EngineError if dead."""
+        """Test a server that failed a request. Return True if it works, False if open. Raises EngineError if dead."""
         if self._watch_task is None:  # during `start`, whose caller gets the failure
             return True
         if self._test_task is None or self._test_task.done():

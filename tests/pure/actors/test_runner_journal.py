@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -107,6 +108,16 @@ async def test_a_sync_that_fails_is_repeated_at_the_next_interval() -> None:
         while len(store.writes) == 1:
             await asyncio.sleep(0.01)
         assert (failures, store.writes) == ([], [(3, False), (0, True)])
+
+
+async def test_an_idle_journal_records_the_tokens_of_the_next_unit_within_an_interval() -> None:
+    async with opened(store := Memory(), seconds=0.05) as journal:
+        await asyncio.sleep(0.2)  # idle for longer than an interval
+        journal.begin(ONE)
+        journal.open.add(Mock(progress=lambda: [b"token "]))
+        async with asyncio.timeout(10):
+            while store.segments.get(0, b"").count(b"token ") < 2:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_segment_is_freed_with_its_last_unit(monkeypatch: pytest.MonkeyPatch) -> None:

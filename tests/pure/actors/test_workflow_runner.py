@@ -239,6 +239,8 @@ def test_each_run_has_a_task_of_its_own(workflow: type[Any], mode: str) -> None:
     done = asyncio.run(runner(concurrent_mode=mode).execute(task, 1, range(3)))
     assert [f[2] for f in done.failures] == []
     assert [e.info["seen"] for e in done.experiences] == [["4", 1, 1]] * 3
+    status, _ = asyncio.run(runner(concurrent_mode=mode).run_task(task, 1))
+    assert status.ok
     assert row == {"answer": "4", "tags": ["a"]}
 
 
