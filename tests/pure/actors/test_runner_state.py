@@ -86,6 +86,11 @@ def test_p14_the_table_has_a_line_a_runner() -> None:
     ]
 
 
+def test_several_heartbeats_may_get_lost_before_a_process_is_ended() -> None:
+    for timeout in (0.5, 4.0, 20.0, 600.0):
+        assert SystemConfig(heartbeat_timeout=timeout).beat_seconds * 4 < timeout
+
+
 @pytest.mark.parametrize(("answers", "silent"), [(True, [0.0, 0.0, 0.0, 0.0]), (False, [0.0, 0.0, 4.006, 8.009])])
 def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(answers: bool, silent: list[float]) -> None:
     now = [100.0]
