@@ -79,7 +79,7 @@ def hosts(
     name: Annotated[str | None, typer.Argument(metavar="NAME]", help="The host.", show_default=False)] = None,
     config: ConfigOption = None,
     log: LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with pid and host.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the hosts of a run, the head first, with their state and work; or make a host leave (drain).

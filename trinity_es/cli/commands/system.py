@@ -39,7 +39,7 @@ def restart_runner(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Runner, as `trinity-es status` names it.")],
     config: common.ConfigOption = None,
     log: common.LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with pid and host.")] = "",
     as_json: common.JsonOption = False,
 ) -> None:
     """End a runner's process and start a new one, for a runner that hangs, failed or is quarantined.
@@ -96,7 +96,7 @@ def redo(
     tasks: Annotated[list[int], typer.Argument(metavar="TASK...", min=0, help="Settled tasks of the batch.")],
     config: common.ConfigOption = None,
     log: common.LogOption = None,
-    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with your name.")] = "",
+    reason: Annotated[str, typer.Option("--reason", help="Reason, recorded with pid and host.")] = "",
     as_json: common.JsonOption = False,
 ) -> None:
     """Let settled tasks run again, if their payload was lost or the cause of their failure is fixed.
